@@ -98,8 +98,8 @@ def _call_custom(function: AdvantageFn, samples: list[TrainSample]) -> list[Floa
     for sample, values in zip(samples, advantages):
         if values.shape != (sample.response_length,):
             raise TrainerError(
-                f"{flag} returned advantages of shape {values.shape} for sample {sample.index}, which has {sample.response_length} "
-                "response tokens; return one number per response token"
+                f"{flag} returned advantages of shape {values.shape} for sample {sample.index}, which has "
+                f"{count(sample.response_length, 'response token')}; return one number per response token"
             )
         if not np.isfinite(values).all():
             raise TrainerError(f"{flag} returned a non-finite advantage (NaN or infinity) for sample {sample.index}; return finite numbers")

@@ -11,6 +11,7 @@ from fuligo.config.python_path import VARIABLE, with_inherited_path
 from fuligo.formats.hugging_face import has_chat_template
 from fuligo.observability.jsonl import read_json_lines
 from fuligo.observability.run_directory import CHECKPOINTS
+from fuligo.quantities import count
 
 
 def slips(config: Config) -> list[str]:
@@ -27,7 +28,8 @@ def _begins_anew(config: Config) -> Iterator[str]:
     if save.resolve() != Path(load).resolve():  # the same directory starts a run and resumes it
         yield f"--load {load} holds no checkpoint: the run starts from scratch and saves to {save}"
     elif (metrics := run_dir / "metrics.jsonl").is_file() and (num_steps := len(read_json_lines(metrics))):
-        yield f"--load {load} holds no checkpoint: the run starts from scratch and discards the {num_steps} recorded steps of {run_dir}"
+        discarded = count(num_steps, "recorded step")
+        yield f"--load {load} holds no checkpoint: the run starts from scratch and discards the {discarded} of {run_dir}"
 
 
 def _plain_prompts(config: Config) -> Iterator[str]:

@@ -225,5 +225,5 @@ def _misshapen(sample: TrainSample) -> str | None:
     for name in _PER_TOKEN:
         values = getattr(sample, name)
         if values is not None and np.shape(values) != (length,) and not (name == "advantages" and np.size(values) == 0):
-            return f"sample {sample.index} has {length} response tokens, but the shape of its {name} is {np.shape(values)}"
+            return f"sample {sample.index} has {count(length, 'response token')}, but the shape of its {name} is {np.shape(values)}"
     return None

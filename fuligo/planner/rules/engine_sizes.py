@@ -11,6 +11,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.rules.servers import engine_size, option, resizes, serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
+from fuligo.quantities import count
 
 
 def _attention_split(subject: Subject, spec: EngineGroupSpec, size: int) -> str:
@@ -35,7 +36,7 @@ def replicas_are_whole(subject: Subject) -> Iterator[Violation]:
         if spec.tp_size % spec.dp_size:
             fitting = [size for size in divisors(spec.tp_size) if heads % (spec.tp_size // size) == 0]
             yield Violation(
-                f"{shown(spec, 'dp_size')}{where(spec)} does not divide an engine's {spec.tp_size} tensor-parallel GPUs "
+                f"{shown(spec, 'dp_size')}{where(spec)} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')} "
                 f"({engine_size(subject, spec)})",
                 tuple((set_argument(subject, spec, "dp_size", size),) for size in nearest_first(spec.dp_size, fitting)),
             )
@@ -99,7 +100,8 @@ def dense_layers_are_whole_or_split(subject: Subject) -> Iterator[Violation]:
         given = spec.arguments.get("moe_dense_tp_size")
         if given not in (None, 1, spec.tp_size):
             yield Violation(
-                f"{shown(spec, 'moe_dense_tp_size')}{where(spec)} is neither 1 nor the engine's {spec.tp_size} tensor-parallel GPUs",
+                f"{shown(spec, 'moe_dense_tp_size')}{where(spec)} is neither 1 nor the number of the engine's "
+                f"tensor-parallel GPUs ({spec.tp_size})",
                 ((set_argument(subject, spec, "moe_dense_tp_size", 1),), (set_argument(subject, spec, "moe_dense_tp_size", None),)),
             )
 
@@ -161,7 +163,7 @@ def expert_ranks_divide_engine(subject: Subject) -> Iterator[Violation]:
     for spec in serving_policy(subject):
         if subject.rollout_architecture.experts is not None and spec.tp_size % spec.ep_size:
             yield Violation(
-                f"{shown(spec, 'ep_size')}{where(spec)} does not divide an engine's {spec.tp_size} tensor-parallel GPUs "
+                f"{shown(spec, 'ep_size')}{where(spec)} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')} "
                 f"({engine_size(subject, spec)})",
                 tuple((set_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))),
             )
@@ -175,7 +177,7 @@ def all_to_all_takes_all_gpus(subject: Subject) -> Iterator[Violation]:
         if subject.rollout_architecture.experts is not None and given is not None and given != spec.ep_size:
             yield Violation(
                 f"{shown(spec, 'ep_size')}{where(spec)} is ignored: {shown(spec, 'moe_a2a_backend')} spreads the experts over all "
-                f"{spec.ep_size} GPUs of an engine",
+                f"GPUs of an engine ({spec.ep_size})",
                 ((set_argument(subject, spec, "ep_size", spec.ep_size),),),
             )
 

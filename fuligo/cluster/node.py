@@ -60,6 +60,9 @@ def session_root() -> Path:
 _HEALTH_TIMEOUT = "RAY_health_check_timeout_ms"
 """Timeout of one health check. Ray gives up a host after five unanswered checks, 3 s apart. With 5 s that takes 40 s, as for a silent rank,
 instead of 65 s."""
+_PRESTART = "RAY_prestart_worker_first_driver"
+"""Whether Ray starts an idle worker process for each CPU when the run connects, as it does by default. Every one imports Ray, and the run's
+actors are far fewer than the CPUs of a large node."""
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
@@ -67,6 +70,7 @@ def start_node(name: str, command: list[str], log_file: Path, environment: Mappi
     own = {
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing else runs on the run's nodes
         _HEALTH_TIMEOUT: os.environ.get(_HEALTH_TIMEOUT, "5000"),
+        _PRESTART: os.environ.get(_PRESTART, "0"),
     }
     command = [*command, f"--temp-dir={session_root()}"]
     return ServerProcess(name, command, log_file=log_file, environment={**own, **environment}, grace_s=GRACE_S)

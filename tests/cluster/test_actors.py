@@ -40,6 +40,7 @@ def cluster() -> Iterator[None]:
     """Start Ray in this process, with two GPUs that have the numbers 7 and 5 on the machine."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+        changed.setenv("RAY_prestart_worker_first_driver", "0")  # as fuligo does
         size = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 100 * 2**20}
         ray.init("local", **size, include_dashboard=False, log_to_driver=False)
     yield

@@ -41,12 +41,17 @@ def test_the_paths_of_sockets_fit() -> None:
     assert len(f"{root}/session_2026-11-23_20-19-12_184166_4194304/sockets/plasma_store") <= 107
 
 
-async def health_timeout_s(directory: Path) -> float:
-    """Return the time that Ray's processes have to answer a check."""
-    command = [sys.executable, "-c", "import os; print(os.environ['RAY_health_check_timeout_ms'])"]
+async def setting(name: str, directory: Path) -> int:
+    """Return a setting of Ray's processes."""
+    command = [sys.executable, "-c", f"import os; print(os.environ['RAY_{name}'])"]
     process = start_node("Ray", command, directory / "log.txt", {})
     await process.ended()
-    return int((directory / "log.txt").read_text()) / 1000
+    return int((directory / "log.txt").read_text())
+
+
+async def health_timeout_s(directory: Path) -> float:
+    """Return the time that Ray's processes have to answer a check."""
+    return await setting("health_check_timeout_ms", directory) / 1000
 
 
 async def test_ray_notices_a_lost_host_as_soon_as_its_rank_is_missed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +63,14 @@ async def test_ray_notices_a_lost_host_as_soon_as_its_rank_is_missed(temporary: 
 async def test_a_health_timeout_of_the_environment_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_health_check_timeout_ms", "7000")
     assert await health_timeout_s(temporary) == 7.0
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 0), ("1", 1)])
+async def test_ray_starts_no_workers_ahead_unless_the_user_wants_it(
+    given: str | None, expected: int, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/cluster/test_launch.py sees that none are idle."""
+    monkeypatch.delenv("RAY_prestart_worker_first_driver", raising=False)
+    if given is not None:
+        monkeypatch.setenv("RAY_prestart_worker_first_driver", given)
+    assert await setting("prestart_worker_first_driver", temporary) == expected

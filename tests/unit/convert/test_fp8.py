@@ -1,6 +1,7 @@
 """Conversion to FP8: compared with its source tensors, interrupted and resumed, and loaded by transformers."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -196,18 +197,17 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path):
         matrix = torch.ones(4096, 8192, dtype=torch.bfloat16)
         save_file({f"model.layers.{file}.mlp.down_proj.weight": matrix}, large / f"model-{file}.safetensors")
 
-    def peak_bytes(model: Path) -> int:
-        code = (
-            "import sys\n"
-            "from fuligo.cli import main\n"
-            "assert main(['convert', 'fp8', *sys.argv[1:]]) == 0\n"
-            "print(open('/proc/self/status').read())\n"
-        )
-        command = [sys.executable, "-c", code, "--model-dir", str(model), "--save-dir", str(tmp_path / f"{model.name}-fp8")]
-        shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-        return 1024 * int(shown.partition("VmHWM:")[2].split()[0])
-
-    assert peak_bytes(large) - peak_bytes(tiny) < 64 * 2**20
+    code = (
+        "import sys\n"
+        "from fuligo.cli import main\n"
+        "for model in sys.argv[1:]:\n"
+        "    assert main(['convert', 'fp8', '--model-dir', model, '--save-dir', f'{model}-fp8']) == 0\n"
+        "    print(open('/proc/self/status').read())\n"
+    )
+    command = [sys.executable, "-c", code, str(tiny), str(large)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    of_tiny, of_large = (1024 * int(kib) for kib in re.findall(r"VmHWM:\s*(\d+) kB", shown))
+    assert of_large - of_tiny < 64 * 2**20
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,8 @@ from fuligo.engines.sglang.ahead import fuligo_ahead
 from fuligo.engines.sglang.server import AHEAD_VARIABLE, ServerPorts, ServerSettings
 
 SCHEDULER = """
-import os, sys
+import gc, os, sys
+COLLECTS = [gc.isenabled()]
 BY_IMPORT = os.environ.get("READ_BY_IMPORT", "unset")
 if BY_IMPORT == "broken":
     raise RuntimeError("no such kernel")
@@ -22,10 +23,12 @@ if BY_IMPORT == "broken":
 def run(pipe):
     import multiprocessing, resource
     started_with = open("/proc/self/environ").read().split(chr(0))
+    COLLECTS.append(gc.isenabled())
     pipe.send({
         "pid": os.getpid(), "parent": os.getppid(), "by_import": BY_IMPORT, "later": os.environ.get("LATER"),
         "was_ahead": "LATER=1" not in started_with, "removed": "REMOVED" in os.environ, "wrapper": os.environ.get("WRAPPER"),
         "parent_process": multiprocessing.parent_process().pid, "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "collects": COLLECTS, "has_frozen": gc.get_freeze_count() > 0,
     })
     pipe.recv()
     sys.exit(7)
@@ -87,6 +90,11 @@ def test_a_process_continues_with_what_spawn_gives_it(package: Path) -> None:
     told, said = run(package)
     assert told["is_started"] and told["was_ahead"] and told["later"] == "1" and not told["removed"]
     assert said == ""
+
+
+def test_garbage_is_collected_only_after_the_imports(package: Path) -> None:
+    told, _ = run(package)
+    assert told["collects"] == [False, True] and told["has_frozen"]
 
 
 def test_without_the_variable_processes_are_spawned(package: Path) -> None:

@@ -34,7 +34,6 @@ from fuligo.observability.gpu_usage import GpuMonitor
 from fuligo.observability.progress import open_progress, show_origin, warnings_before_progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.sinks import open_sinks
-from fuligo.quantities import count
 from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.protocol import UnfilledRolloutError
 from fuligo.trainer.protocol import Trainer

@@ -61,7 +61,7 @@ _HEALTH_TIMEOUT = "RAY_health_check_timeout_ms"
 """Timeout of one health check. Ray gives up a host after five unanswered checks, 3 s apart. With 5 s that takes 40 s, as for a silent rank,
 instead of 65 s."""
 _PRESTART = "RAY_prestart_worker_first_driver"
-"""Whether Ray starts an idle worker process for each CPU when the run connects, as it does by default. Every one imports Ray, and the run's
+"""Switch of the idle worker processes that Ray by default starts for each CPU when the run connects. Every one imports Ray, and the run's
 actors are far fewer than the CPUs of a large node."""
 
 

@@ -140,4 +140,4 @@ def _leave() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # reference cycles keep models and process groups, whose gloo threads keep polling
+    gc.collect()  # reference cycles keep models, and process groups with their threads

@@ -26,13 +26,16 @@ PORTS_PER_ENGINE = 64
 """Consecutive ports for torch.distributed and, under DP attention, for messages between SGLang's processes, counted up from
 `dist_init_addr`."""
 LAUNCH = f"""
-import os, runpy, sys
+import gc, os, runpy, sys
 keys = dict(api_key=os.environ.pop("{REQUESTS_VARIABLE}"), admin_api_key=os.environ.pop("{CONTROL_VARIABLE}"))
 sys.path.insert(0, {str(Path(__file__).parent / "ahead")!r})
 import fuligo_ahead
 del sys.path[0]
 fuligo_ahead.start()
+gc.disable()
 from sglang.srt.utils import auth
+gc.freeze()
+gc.enable()
 add_api_key_middleware = auth.add_api_key_middleware
 def protect(app, **_):
     for route in app.routes:
@@ -46,7 +49,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """Program that starts `sglang.launch_server` with keys from the environment. If they were arguments (`--api-key`), other users could read
 them, SGLang 0.5.15 would write them to its log, and `/server_info` would return the control key to every holder of the request key. The
 program also restricts loading adapters to the control key, which SGLang permits with either key. First it starts the processes of
-`AHEAD_VARIABLE`, without the keys."""
+`AHEAD_VARIABLE`, without the keys. It collects no garbage during most imports, of which that would take a fifth of the time."""
 AHEAD_VARIABLE = "FULIGO_AHEAD"
 """Environment variable with the modules of SGLang's processes that start together with its main process (`ahead/fuligo_ahead.py`)."""
 OWN_ENVIRONMENT = {

@@ -61,8 +61,8 @@ _HEALTH_TIMEOUT = "RAY_health_check_timeout_ms"
 """Timeout of one health check. Ray gives up a host after five unanswered checks, 3 s apart. With 5 s that takes 40 s, as for a silent rank,
 instead of 65 s."""
 _PRESTART = "RAY_prestart_worker_first_driver"
-"""Switch of the idle worker processes that Ray by default starts for each CPU when the run connects. Every one imports Ray, and the run's
-actors are far fewer than the CPUs of a large node."""
+"""Switch of the idle worker processes, one for each CPU, that Ray starts by default when the run connects. Every one imports Ray, and the
+run's actors are far fewer than the CPUs of a large node."""
 
 
 def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:

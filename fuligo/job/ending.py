@@ -14,6 +14,7 @@ from fuligo.job.origin import save_directory
 from fuligo.job.periodic import SaveCheckpoint
 from fuligo.loop import Loop
 from fuligo.observability.run_directory import RunDirectory
+from fuligo.quantities import count
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def report_interruption(config: Config, directory: RunDirectory, kind: type[Base
         fix = "set --save-interval to save one" if config.checkpoint.save_interval is None else "set a lower --save-interval"
         print(f"the run has no checkpoint to resume from; {fix} before the run ends", file=sys.stderr)
     else:
-        print(f"resume after rollout {iteration} with: {resume_command(config, directory)}", file=sys.stderr)
+        print(f"resume after {count(iteration, 'rollout')} with: {resume_command(config, directory)}", file=sys.stderr)
 
 
 def resume_command(config: Config, directory: RunDirectory) -> str:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from fuligo.observability.jsonl import Record
 from fuligo.observability.trace import DOING
+from fuligo.quantities import count
 
 REFRESH_PER_S = 4
 MAX_ALIKE = 3
@@ -50,7 +51,7 @@ def show_origin(mode: str, checkpoint: Path, step: int, num_rollout: int, consol
     """Show from which checkpoint, and after how many rollouts, a run resumes, before the progress display of this mode starts."""
     if mode != "none":
         console = console or Console(highlight=False)
-        console.print(f"resuming from {checkpoint}, after rollout {step} of {num_rollout}", markup=False, soft_wrap=True)
+        console.print(f"resuming from {checkpoint}, after {step} of {count(num_rollout, 'rollout')}", markup=False, soft_wrap=True)
 
 
 class _ConsoleHandler(logging.Handler):

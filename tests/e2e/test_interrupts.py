@@ -68,8 +68,7 @@ def test_engine_ranks_and_workers_end_with_the_run(
     assert (
         number == signal.SIGKILL
         or while_loading
-        or f"interrupted; run directory: {run_dir}\n{'resume after rollout' if to_all else 'the run has no checkpoint to resume from'}"
-        in said
+        or f"interrupted; run directory: {run_dir}\n{'resume after ' if to_all else 'the run has no checkpoint to resume from'}" in said
     )
     wait_until(lambda: not alive(family), f"all of {family} have ended", timeout_s=120)
     wait_until(lambda: not shared_memory([process.pid, *family]), "shared memory is given back", timeout_s=120)

@@ -118,7 +118,7 @@ def test_a_run_that_a_malformed_row_ends_saves_the_last_complete_rollout(job: Jo
     assert "saved its last complete rollout; resume with: fuligo train --config" in failed.stdout
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*")] == ["iter_0000002"]
     resumed = succeed(*command("run", load=tmp_path / "run" / "checkpoints", skip_bad_rows=True))
-    assert f"resuming from {tmp_path / 'run' / 'checkpoints' / 'iter_0000002'}, after rollout 2 of 4\n" in resumed
+    assert f"resuming from {tmp_path / 'run' / 'checkpoints' / 'iter_0000002'}, after 2 of 4 rollouts\n" in resumed
     succeed(*command("other", skip_bad_rows=True))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "other")
     assert sample_rows(tmp_path / "run", *TOKENS) == sample_rows(tmp_path / "other", *TOKENS)

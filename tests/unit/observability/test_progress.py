@@ -218,7 +218,7 @@ def test_before_after_table_is_readable_without_colours() -> None:
     assert max(len(line) for line in lines) <= 80
 
 
-@pytest.mark.parametrize(("mode", "shown"), [("plain", "resuming from runs/[a]/iter_0000040, after rollout 40 of 100\n"), ("none", "")])
+@pytest.mark.parametrize(("mode", "shown"), [("plain", "resuming from runs/[a]/iter_0000040, after 40 of 100 rollouts\n"), ("none", "")])
 def test_the_checkpoint_that_a_run_resumes_from_is_shown_on_one_line(mode: str, shown: str) -> None:
     console = Console(file=io.StringIO(), width=20)
     show_origin(mode, Path("runs/[a]/iter_0000040"), 40, 100, console)

@@ -62,8 +62,8 @@ def architecture_from_flags(config: Config) -> Architecture | None:
     family = _family(given)
     if missing := [option_name(name) for name in _required(family) if name not in given]:
         raise ConfigError(
-            f"cannot read a {family} model from MODEL_ARGS: {', '.join(missing)} missing; "
-            "add them, or use --model-config-file with the model's config.json"
+            f"cannot read a {family} model from MODEL_ARGS: they lack {', '.join(missing)}; "
+            f"add {'it' if len(missing) == 1 else 'them'}, or use --model-config-file with the model's config.json"
         )
     if (reason := FAMILIES[family].model_args.incomplete_because) is not None:
         raise ConfigError(f"cannot read a {family} model from MODEL_ARGS: {reason}; use --model-config-file with the model's config.json")

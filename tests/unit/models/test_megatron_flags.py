@@ -239,10 +239,13 @@ def test_without_flags_of_a_shape_there_is_no_architecture() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("--num-layers 2 --hidden-size 8", "a llama model from MODEL_ARGS: --ffn-hidden-size, --num-attention-heads, --vocab-size"),
+        (
+            "--num-layers 2 --hidden-size 8",
+            "a llama model from MODEL_ARGS: they lack --ffn-hidden-size, --num-attention-heads, --vocab-size",
+        ),
         (
             PUBLIC_FLASH.replace("--kv-lora-rank 512", "--max-position-embeddings 9"),
-            "a deepseek_v3 model from MODEL_ARGS: --kv-lora-rank missing;",
+            "a deepseek_v3 model from MODEL_ARGS: they lack --kv-lora-rank; add it,",
         ),
         (
             PUBLIC_FLASH.replace("[1]*46", "[1]*45") + "--max-position-embeddings 9",

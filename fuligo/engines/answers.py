@@ -61,12 +61,15 @@ def parse_generation(answer: Any) -> Generation:
         prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
         num_verifications = int(meta.get("spec_verify_ct", 0))
         text = answer.get("text") or ""
+        versions = None if (listed := meta.get("token_versions")) is None else np.array(listed, np.int32)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise Retryable(f"malformed answer ({type(error).__name__}: {error}): {answer!r:.200}") from error
     if reason not in ("stop", "length", "abort"):
         raise Retryable(f"unknown finish reason {reason!r}")
     if len(ids) != len(logprobs):
         raise Retryable(f"{len(ids)} output_ids but {len(logprobs)} output_token_logprobs")
+    if versions is not None and len(versions) != len(ids):
+        raise Retryable(f"{len(ids)} output_ids but {len(versions)} token_versions")
     if not np.array_equal(ids, scored_ids):
         raise Retryable("output_token_logprobs and output_ids have different tokens")
     if ids.size:
@@ -76,7 +79,16 @@ def parse_generation(answer: Any) -> Generation:
             raise Retryable("a log-probability is not a finite number <= 0")
     label = WeightLabel.parse(meta.get("weight_version", "default"))
     return Generation(
-        ids.astype(np.int32), logprobs, reason, label.version, prompt_tokens, cached_tokens, str(text), num_verifications, label.engine
+        output_ids=ids.astype(np.int32),
+        logprobs=logprobs,
+        finish_reason=reason,
+        weight_version=label.version,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        text=str(text),
+        num_verifications=num_verifications,
+        engine=label.engine,
+        token_versions=versions,
     )
 
 

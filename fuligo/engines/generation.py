@@ -143,6 +143,13 @@ class Generation:
     """Number of the engine that answered, if known."""
     routed_experts: RoutedExperts | None = None
     """[n, M, K] experts of the tokens that a `RoutingQuery` asked for; None without one."""
+    token_versions: IntArray | None = None
+    """[R] policy version of the weights that sampled each token; None if `weight_version` sampled all tokens."""
+
+    @property
+    def versions(self) -> IntArray:
+        """[R] policy version of the weights that sampled each token."""
+        return np.full(len(self.output_ids), self.weight_version, np.int32) if self.token_versions is None else self.token_versions
 
     @classmethod
     def aborted(cls, num_prompt_tokens: int) -> Generation:

@@ -225,7 +225,7 @@ class Session:
             span.end_s, span.engine, span.num_tokens = time.time(), generation.engine, len(generation.output_ids)
             spans.append(span)
             ids, logprobs = np.concatenate([ids, generation.output_ids]), np.concatenate([logprobs, generation.logprobs])
-            versions = np.concatenate([versions, np.full(len(generation.output_ids), generation.weight_version, np.int32)])
+            versions = np.concatenate([versions, generation.versions])
             reason = generation.finish_reason
             if reason == "abort":
                 self.suspend()

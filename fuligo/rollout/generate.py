@@ -140,12 +140,11 @@ class SingleTurn:
 
 
 def append(sample: Sample, generation: Generation) -> None:
-    """Append an engine's new tokens with their log-probabilities, version and experts; set the finish reason and status."""
-    num_new = len(generation.output_ids)
+    """Append an engine's new tokens with their log-probabilities, versions and experts; set the finish reason and status."""
     sample.response_ids = np.concatenate([sample.response_ids, generation.output_ids])
     sample.engine_logprobs = np.concatenate([sample.engine_logprobs, generation.logprobs])
-    sample.versions = np.concatenate([sample.versions, np.full(num_new, generation.weight_version, np.int32)])
-    sample.loss_mask = np.concatenate([sample.loss_mask, np.ones(num_new, np.int8)])
+    sample.versions = np.concatenate([sample.versions, generation.versions])
+    sample.loss_mask = np.concatenate([sample.loss_mask, np.ones(len(generation.output_ids), np.int8)])
     if generation.routed_experts is not None:
         known = [] if sample.routed_experts is None else [sample.routed_experts]
         sample.routed_experts = np.concatenate([*known, generation.routed_experts])

@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +84,12 @@ def test_an_answer_may_name_its_engine_beside_the_version(reported: Any, version
     assert (generation.weight_version, generation.engine) == (version, engine)
 
 
+def test_an_answer_may_name_the_version_of_each_token() -> None:
+    assert parse_generation(answer()).versions.tolist() == [4, 4]
+    versions = parse_generation(answer(token_versions=[3, 4])).versions
+    assert versions.tolist() == [3, 4] and versions.dtype == np.int32
+
+
 @given(st.builds(WeightLabel, st.integers(0, 10**9), st.none() | st.integers(0, 1000), st.none() | st.just("0f" * 16)))
 def test_a_label_survives_the_wire(label: WeightLabel) -> None:
     assert WeightLabel.parse(str(label)) == label
@@ -110,6 +117,8 @@ def test_an_abort_is_an_answer_like_the_others(reason: str) -> None:
         answer(finish_reason=None),
         answer(weight_version="new"),
         answer(weight_version="4@new"),
+        answer(token_versions=[4]),
+        answer(token_versions=[None, 4]),
         answer(output_ids=[7, 2**40], output_token_logprobs=[[-0.5, 7, None], [-1.0, 2**40, None]]),
     ],
 )

@@ -104,6 +104,15 @@ async def test_an_aborted_sample_continues_with_new_weights_and_every_token_keep
     assert done.response == "5 6 7"
 
 
+async def test_a_response_over_a_weight_sync_has_the_version_of_each_token():
+    kept, rest = answer([5, 6], "abort", version=3), answer([7], version=4)
+    kept.token_versions = np.array([2, 3], np.int32)
+    engine = Answers([kept, rest])
+    generate = SingleTurn(engine, Tokenizer(), timeout_s=9)
+    done = await generate(await generate(sample(), PARAMS), PARAMS)
+    assert done.versions.tolist() == [2, 3, 4] and done.versions.dtype == np.int32
+
+
 async def test_each_token_keeps_the_experts_of_the_version_that_computed_it_first():
     shape = RoutingShape(num_layers=2, moe_layers=(1,), num_experts=8, top_k=2)
     begun, rest = np.arange(8, dtype=np.uint8).reshape(4, 1, 2), np.arange(2, dtype=np.uint8).reshape(1, 1, 2)

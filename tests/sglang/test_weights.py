@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from fuligo.engines.engine import PauseMode
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
 from fuligo.formats.weight_manifest import EngineAddress, Transport, Undelivered, WeightManifest, WeightTarget
@@ -37,6 +38,7 @@ async def sync(
     directory: Path,
     *,
     changes_only: bool = False,
+    pause: PauseMode = "abort",
 ) -> WeightManifest:
     """Sync the weights as `WeightSync` does; the sender runs in a thread, as in the trainer."""
     target = WeightTarget(
@@ -47,7 +49,7 @@ async def sync(
         directory=str(directory),
         changes_only=changes_only,
     )
-    await engines.pause("abort")
+    await engines.pause(pause)
     manifest = await asyncio.to_thread(sender.send, list(model.named_parameters()), target)
     if transport == "disk":
         await engines.update_weights_from_disk(str(directory), version=version)

@@ -1,5 +1,7 @@
 """Plugin for SGLang 0.5.15 that shortens weight syncs: all weights in one call, and a pause that ends with the last request.
 
+`fuligo_in_flight` keeps requests in the engine instead.
+
 SGLang's own calls take one bucket each. Its model lists its parameters again for each bucket, some models also convert weights after each
 (DeepSeek's latent attention), and the next broadcast waits for the answer. Here, `load_weights` reads one stream of tensors, each bucket
 while it loads the previous one. Names, data types and shapes come through the sender's TCPStore, a key per bucket, and the bytes by
@@ -17,6 +19,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+import fuligo_in_flight  # pyright: ignore[reportMissingImports]
 
 LOAD_FORMAT = "fuligo_sync"
 """`load_format` of a call that receives a stream; its only name is the stream's number."""
@@ -39,6 +43,7 @@ def install() -> None:
     for hook in (init_weights_update_group, destroy_weights_update_group, update_weights_from_distributed):
         HookRegistry.register(f"{RUNNER}.{hook.__name__}", hook, HookType.AROUND)
     HookRegistry.register(f"{TOKENIZER_MANAGER}.pause_generation", pause_generation, HookType.AROUND)
+    fuligo_in_flight.install()
 
 
 async def pause_generation(pause: Callable[[Any, Any], Awaitable[None]], manager: Any, request: Any) -> None:

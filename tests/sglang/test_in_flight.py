@@ -1,0 +1,90 @@
+"""Requests stay in the engines over weight syncs (--update-weight-requests continue), and each token belongs to one version."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from fuligo.engines.engine import InferenceEngine
+from fuligo.engines.generation import Generation, SamplingParams
+from fuligo.engines.group import EngineGroup
+from fuligo.formats.weight_manifest import Transport
+from fuligo.weights.senders import WeightSender
+from tests.sglang import oracle
+from tests.sglang.test_weights import sender, sync
+
+__all__ = ["sender"]
+
+LONG = SamplingParams(max_new_tokens=960, ignore_eos=True)
+NUM_TOKENS_BETWEEN = 40
+"""Tokens of each running request between two syncs."""
+
+
+@torch.no_grad()
+def logprobs(models: dict[int, PreTrainedModel], prompt: Sequence[int], generation: Generation) -> np.ndarray:
+    """Return [R] log-probabilities of the tokens by transformers, whose weights change where the generation's versions do.
+
+    Keys and values of earlier tokens stay as the earlier weights computed them.
+    """
+    response, versions = generation.output_ids.tolist(), generation.versions
+    bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(response)]
+    ids, cache, parts = [*prompt, *response], DynamicCache(), []
+    for first, end in pairwise(bounds):
+        read = len(prompt) + first - 1 if first else 0
+        fed = torch.tensor([ids[read : len(prompt) + end - 1]])
+        scores = models[int(versions[first])](fed, past_key_values=cache, use_cache=True).logits[0, first - end :].log_softmax(-1)
+        parts.append(scores.gather(1, torch.tensor(response[first:end])[:, None])[:, 0].numpy())
+    return np.concatenate(parts)
+
+
+async def until_sampled(engines: Sequence[InferenceEngine]) -> None:
+    """Wait until the running requests have more tokens."""
+
+    async def usage() -> float:
+        return sum([(await engine.load()).kv_usage or 0.0 for engine in engines])
+
+    before = await usage()
+    while await usage() - before < NUM_TOKENS_BETWEEN * len(oracle.PROMPTS) / 65536:  # noqa: ASYNC110  # there is no event to wait for
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
+async def test_requests_continue_with_the_new_weights(
+    sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, transport: Transport
+) -> None:
+    first = {"tensor": 100, "gloo": 110, "disk": 120}[transport]
+    models = {version: oracle.perturbed(oracle.load(checkpoint), seed=version) for version in range(first, first + 3)}
+    for version in models:
+        copytree(checkpoint, tmp_path / str(version), ignore=ignore_patterns("*.safetensors"))
+
+    async def update(version: int) -> None:
+        await sync(sender, engines, models[version], transport, version, tmp_path / str(version), pause="in_place")
+
+    await update(first)
+    running = [asyncio.create_task(engines.generate(prompt, LONG, rid=f"long-{transport}-{n}")) for n, prompt in enumerate(oracle.PROMPTS)]
+    for version in (first + 1, first + 2):
+        await until_sampled(engines.clients)
+        await update(version)
+        assert not any(request.done() for request in running)
+        for engine in engines.clients:
+            others = await oracle.sample(engine, num_tokens=4)
+            assert oracle.largest_difference(models[version], others) < oracle.TOLERANCE, "they must not read keys of older weights"
+            assert all(set(other.versions.tolist()) == {version} for other in others)
+    again = await oracle.sample(engines.clients[0], num_tokens=4)
+    assert oracle.largest_difference(models[first + 2], again) < oracle.TOLERANCE
+    assert all(other.cached_tokens == len(prompt) - 1 for other, prompt in zip(again, oracle.PROMPTS))
+
+    for prompt, generation in zip(oracle.PROMPTS, await asyncio.gather(*running)):
+        assert (generation.finish_reason, len(generation.output_ids)) == ("length", LONG.max_new_tokens)
+        assert sorted(set(generation.versions.tolist())) == [first, first + 1, first + 2] and (np.diff(generation.versions) >= 0).all()
+        assert np.abs(generation.logprobs - logprobs(models, prompt, generation)).max() < oracle.TOLERANCE
+        assert np.abs(generation.logprobs - oracle.logprobs(models[first], prompt, generation.output_ids)).max() > 0.1
+    for engine in engines.clients:  # the long requests have left keys of all weights in the cache
+        assert oracle.largest_difference(models[first + 2], await oracle.sample(engine)) < oracle.TOLERANCE

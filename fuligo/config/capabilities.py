@@ -114,6 +114,8 @@ class EngineCapabilities:
     """True if engines would resize images differently than the trainer, so images are resized before they are sent."""
     takes_changes: bool
     """True if engines keep weights that a sync omits (--update-weight-mode delta); otherwise each sync must send all weights."""
+    keeps_requests: bool
+    """True if engines can keep requests and their KV cache over a weight sync (--update-weight-requests continue)."""
     exact_on: Literal["cpu", "cuda"]
     """Device on which the engine computes log-probabilities that equal the torch trainer's bit for bit (--exact-on-policy)."""
     weight_transports: tuple[str, ...]
@@ -136,6 +138,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         has_own_models=False,
         resizes_images=False,
         takes_changes=False,
+        keeps_requests=False,
         exact_on="cpu",
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
@@ -153,6 +156,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         has_own_models=True,
         resizes_images=True,
         takes_changes=True,
+        keeps_requests=True,
         exact_on="cuda",
         weight_transports=("tensor", "nccl", "gloo", "disk"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),

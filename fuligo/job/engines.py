@@ -283,6 +283,7 @@ def build_weight_sync(
         model_files=config.hf_checkpoint_path,
         scratch=scratch_root(),
         trainer_ranks=ranks_beside_engines(config),
+        pause="in_place" if flags.update_weight_requests == "continue" else "abort",
     )
     proof = _proof(config, trainer) if flags.check_weight_update_equal else None
     adapters = AdapterRecord(run_directory / "adapters.jsonl", continues=resumes) if config.uses_adapter else None

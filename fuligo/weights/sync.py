@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuligo.engines.backend import SharedDevices
-from fuligo.engines.engine import InferenceEngine
+from fuligo.engines.engine import InferenceEngine, PauseMode
 from fuligo.engines.group import WAIT_S, EngineGroup
 from fuligo.errors import EngineError, TrainerError, WeightSyncError
 from fuligo.formats.private import filling, scratch_directory
@@ -36,6 +36,8 @@ class WeightSyncSettings:
     """Parent of the directories in which weights are written for the engines (disk transport)."""
     trainer_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Trainer ranks that share GPUs with each engine, by engine number (tensor transport); see `EngineAddress`."""
+    pause: PauseMode = "abort"
+    """Mode in which engines pause: `abort`, or `in_place` to keep requests in flight."""
 
 
 class WeightSync:
@@ -157,7 +159,7 @@ class WeightSync:
 
     async def _send(self, engines: EngineGroup, version: int) -> None:
         """Send a version. For rollouts the change is atomic: no token is sampled between the first bucket and the check."""
-        await engines.pause("abort")
+        await engines.pause(self._settings.pause)
         await self._check_untouched(engines)
         if self._settings.transport == "disk":
             manifest = await self._send_by_disk(engines, version)

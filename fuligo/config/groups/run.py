@@ -163,6 +163,11 @@ class WeightSyncFlags(FlagGroup):
     update_weight_mode: Literal["full", "delta"] = slime("full", "send all weights, or only those that changed since the last weight sync")
     update_weight_buffer_size: int = slime(512 * 1024**2, "size of one bucket of weights", unit="bytes", ge=1)
     update_weights_interval: int = slime(1, "rollouts between weight syncs", unit="rollouts", ge=1)
+    update_weight_requests: Literal["abort", "continue"] = flag(
+        "abort",
+        "requests in flight at a weight sync (--async-mode full): abort them and send them again with their tokens, or continue them in "
+        "the engine with the new weights and their KV cache",
+    )
     check_weight_update_equal: bool = slime(False, "after each weight sync, verify that the engine's weights equal the trainer's")
 
 

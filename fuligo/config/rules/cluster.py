@@ -6,7 +6,7 @@ from fuligo.config import Config
 from fuligo.config.findings import Change
 from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, MTP_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag, unset_given
-from fuligo.config.topology import engine_groups, policy_model
+from fuligo.config.topology import engine_groups, policy_groups, policy_model
 
 SHARED_FRACTION = 0.7
 """Fraction of GPU memory that published recipes assign to engines that share GPUs with the trainer."""
@@ -154,6 +154,38 @@ def transport_reaches_the_engines(config: Config) -> Iterator[Violation]:
         yield Violation(f"{given} runs on GPUs, but --device is cpu", (set_flag("update_weight_transport", "gloo"),))
     elif transport == "tensor" and separate and config.num_nodes > 1:
         yield Violation(f"{given} shares memory, but trainer and engines are on {config.num_nodes} nodes", fix)
+
+
+@rule("CFG-KEPT-REQUESTS", "--update-weight-requests", "--rollout-backend", "--rollout-external-engine-addrs", "--sglang-config")
+def requests_stay_in_the_engine(config: Config) -> Iterator[Violation]:
+    """Reject --update-weight-requests continue where engines cannot keep requests over a weight sync, or it is not tested."""
+    if config.weight_sync.update_weight_requests == "continue" and config.trains and (reason := _no_kept_requests_because(config)):
+        flag, text = reason
+        flags = ("--update-weight-requests", *([flag] if flag else []))
+        yield Violation(f"--update-weight-requests continue: {text}", (unset_flag("update_weight_requests"),), flags=flags)
+
+
+def _no_kept_requests_because(config: Config) -> tuple[str, str] | None:
+    """Return the flag that prevents keeping requests over a weight sync, if it is one, and the reason; None if they can be kept."""
+    if not config.engine_capabilities.keeps_requests:
+        return "--rollout-backend", f"{config.resolved_rollout_backend} engines cannot continue with the KV cache of older weights"
+    if config.engine.rollout_external_engine_addrs:
+        return "--rollout-external-engine-addrs", "external engines may lack the plugin that keeps requests"
+    if config.syncs_adapter:
+        return "--lora-sync", "engines replace an adapter only without requests; --lora-sync merged would work"
+    if config.algorithm.use_rollout_routing_replay:
+        return "--use-rollout-routing-replay", "the experts recorded over a weight sync are not tested"
+    for group in policy_groups(config):
+        values = group.arguments
+        if group.worker_type in ("prefill", "decode"):
+            return "--sglang-config", f"{group.worker_type} engines cannot pause with requests"
+        if group.pp_size > 1:
+            return "--sglang-pp-size", "engines with pipeline stages cannot pause with requests"
+        if values.value("dp_size") > 1:
+            return "--sglang-dp-size", "data-parallel ranks pause in different steps and would wait for each other"
+        if values.get("speculative_algorithm") is not None:
+            return "--sglang-speculative-algorithm", "speculative decoding over a weight sync is not tested"
+    return None
 
 
 @rule("CFG-DP-ATTENTION", "--sglang-dp-size", "--sglang-enable-dp-attention")

@@ -111,6 +111,8 @@ EFFECTS = (
     _effect("CONTINUOUS", "over_sampling_batch_size buffer_filter_path mask_offpolicy_in_partial_rollout",
         lambda config: config.rollout.async_mode != "full", "with --async-mode full, which never aborts surplus samples",
         "choose --async-mode sync or one-step"),
+    _effect("IN-FLIGHT", "update_weight_requests", lambda config: config.rollout.async_mode == "full",
+        "without --async-mode full, where no requests are in flight at a weight sync", "add --async-mode full"),
     _effect("BUFFER", "buffer_filter_path max_staleness",
         lambda config: config.data.data_source_path is None or config.rollout.async_mode == "full",
         "with --data-source-path, which has its own buffer", "remove --data-source-path"),

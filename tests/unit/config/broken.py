@@ -6,6 +6,8 @@ from tests.unit.config.conftest import PPO, SERVED_TEACHER, SGLANG, SHARED, WITH
 LORA: Values = {"lora_rank": 8, "lr": 1e-5}
 MEGATRON: Values = {**SGLANG, "train_backend": "megatron"}
 
+KEPT: Values = {**SGLANG, "async_mode": "full", "max_staleness": 2, "update_weight_requests": "continue"}
+
 IMAGES: Values = {"multimodal_keys": {"image": "images"}, "apply_chat_template": True}
 
 PAIRS: Values = {"server_groups": [{"worker_type": kind, "num_gpus": 2} for kind in ("prefill", "decode")]}
@@ -144,6 +146,22 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({"exact_on_policy": True, "use_rollout_logprobs": True, "num_steps_per_rollout": 2}, "--use-rollout-logprobs skips the pass"),
     ],
     "CFG-WEIGHT-MODE": [({"update_weight_mode": "delta"}, "--update-weight-mode delta leaves unchanged tensors out")],
+    "CFG-KEPT-REQUESTS": [
+        ({**KEPT, "rollout_backend": "embedded", "rollout_num_gpus": None}, "continue: embedded engines cannot continue with the KV cache"),
+        ({**KEPT, "rollout_external_engine_addrs": ["host:30000"], "rollout_num_gpus": None}, "external engines may lack the plugin"),
+        ({**KEPT, **LORA, "lora_sync": "adapter"}, "engines replace an adapter only without requests"),
+        (
+            {**KEPT, "use_rollout_routing_replay": True, "train_backend": "megatron"},
+            "the experts recorded over a weight sync are not tested",
+        ),
+        ({**KEPT, "sglang_config": [PAIRS]}, "prefill engines cannot pause with requests"),
+        ({**KEPT, "rollout_num_gpus_per_engine": 2, "sglang_pp_size": 2}, "engines with pipeline stages cannot pause"),
+        (
+            {**KEPT, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2, "sglang_enable_dp_attention": True},
+            "data-parallel ranks pause in different steps",
+        ),
+        ({**KEPT, "sglang_speculative_algorithm": "NGRAM"}, "speculative decoding over a weight sync is not tested"),
+    ],
     "CFG-HOSTFILE": [({"hostfile": "hosts"}, "use fuligo launch --hostfile hosts -- <these arguments>")],
     "CFG-COLOCATE-SYNC": [
         ({**SHARED, "update_weights_interval": 2}, "--update-weights-interval 2 with --colocate"),

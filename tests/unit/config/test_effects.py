@@ -17,6 +17,7 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "use_unbiased_kl": [(True, {})],
     "sft_rewritten_turns": [("rendered", {})],
     "kl_coef": [(0.1, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_kl_coef],
+    "update_weight_requests": [("continue", {}), ("continue", {"async_mode": "one-step"})],
     "gamma": [(0.9, {"advantage_estimator": name}) for name, facts in ESTIMATORS.items() if not facts.uses_gamma],
     "turn_rewards": [
         (True, {"environment": "my.World", "rm_type": None}),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fuligo.engines.client import EngineClient
+from fuligo.engines.engine import PauseMode
 from fuligo.engines.generation import ModelInfo
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import WeightSyncError
@@ -22,9 +23,11 @@ class Engine(EngineClient):
         self.told = told
         self.version = 0
         self.hears = True
+        self.modes: list[PauseMode] = []
 
-    async def pause(self, mode: Any) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         self.told.append(f"pause {self.url}")
+        self.modes.append(mode)
 
     async def resume(self) -> None:
         self.told.append(f"resume {self.url}")
@@ -80,7 +83,7 @@ class Proof:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, pause: PauseMode = "abort") -> None:
         self.told: list[str] = []
         self.engines = {url: Engine(url, self.told) for url in ("http://a", "http://b", "http://restarted")}
         self.a, self.b, self.restarted = self.engines.values()
@@ -88,7 +91,7 @@ class World:
         self.group = EngineGroup([self.a, self.b], membership=self.members)
         self.trainer = OneTrainer(self.engines, self.told)
         self.proof = Proof(self.trainer)
-        settings = WeightSyncSettings("tensor", 1024, False, Path(), Path())
+        settings = WeightSyncSettings("tensor", 1024, False, Path(), Path(), pause=pause)
         self.weight_sync = WeightSync(self.trainer, self.group, settings, proof=self.proof)  # pyright: ignore[reportArgumentType]
 
     def restart(self) -> None:
@@ -101,6 +104,14 @@ async def test_all_pause_before_the_first_byte_and_resume_after_the_last() -> No
     assert sorted(world.told[:2]) == ["pause http://a", "pause http://b"]
     assert world.told[2:4] == ["begin 1", "end 1"]
     assert sorted(world.told[4:]) == ["resume http://a", "resume http://b"]
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+async def test_every_sync_pauses_in_the_mode_of_the_run(mode: PauseMode) -> None:
+    world = World(mode)
+    await world.weight_sync.resync()
+    await world.weight_sync.sync()
+    assert world.a.modes == world.b.modes == [mode, mode]
 
 
 @pytest.mark.parametrize("is_checked", [False, True])

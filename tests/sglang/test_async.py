@@ -1,5 +1,6 @@
 """Asynchronous modes on real engines: tokens stay within the allowed staleness, and evaluations run in between."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.e2e.command import succeed
 from tests.e2e.conftest import Job, job, prompts
 from tests.e2e.records import evaluations, metrics, sample_rows
 from tests.sglang.conftest import KEYS
+from tests.sglang.engines import ENVIRONMENT, MEMORY, sglang_python
 
 __all__ = ["job", "prompts"]
 
@@ -59,3 +61,31 @@ def test_no_token_is_older_than_the_mode_allows(mode: dict, running: Fleet, job:
     )
     assert np.abs(sampled - trained).max() < 1e-3, "engines sampled with the recorded versions of the weights"
     assert [record["num_rollouts"] for record in evaluations(run_dir)] == [0, 2, 4, 5]
+
+
+def test_responses_over_weight_syncs_are_not_interrupted(job: Job, prompts: Path, tmp_path: Path) -> None:
+    """They have one span, and log-probabilities near those of the trainer although some keys are of older weights."""
+    run_dir = tmp_path / "run"
+    succeed(
+        *job(
+            async_mode="full",
+            max_staleness=2,
+            update_weight_requests="continue",
+            rollout_backend="sglang",
+            rollout_num_gpus=1,
+            actor_num_gpus_per_node=1,
+            engine_python=sglang_python(),
+            engine_env=json.dumps(ENVIRONMENT),
+            sglang_mem_fraction_static=MEMORY["mem_fraction_static"],
+            check_weight_update_equal=True,
+            embedded_num_threads=None,
+            rollout_max_response_len=400,
+            num_rollout=NUM_ROLLOUT,
+            run_dir=run_dir,
+        )
+    )
+    rows = [row for row in sample_rows(run_dir, "kept", "versions", "engine_logprobs", "trainer_logprobs", "spans") if row["kept"]]
+    assert all(max(row["step"] - version for version in row["versions"]) <= 2 for row in rows)
+    over = [row for row in rows if len(set(row["versions"])) > 1]
+    assert over and all(len([span for span in row["spans"] if span["name"] == "generate"]) == 1 for row in rows)
+    assert all((np.diff(row["versions"]) >= 0).all() for row in over)

@@ -44,14 +44,15 @@ def logprobs(models: dict[int, PreTrainedModel], prompt: Sequence[int], generati
     return np.concatenate(parts)
 
 
-async def until_sampled(engines: Sequence[InferenceEngine]) -> None:
+async def until_sampled(engines: Sequence[InferenceEngine], running: Sequence[asyncio.Task[Generation]]) -> None:
     """Wait until the running requests have more tokens."""
 
     async def usage() -> float:
         return sum([(await engine.load()).kv_usage or 0.0 for engine in engines])
 
     before = await usage()
-    while await usage() - before < NUM_TOKENS_BETWEEN * len(oracle.PROMPTS) / 65536:  # noqa: ASYNC110  # there is no event to wait for
+    while await usage() - before < NUM_TOKENS_BETWEEN * len(oracle.PROMPTS) / 65536:
+        assert not any(request.done() for request in running)
         await asyncio.sleep(0.01)
 
 
@@ -70,7 +71,7 @@ async def test_requests_continue_with_the_new_weights(
     await update(first)
     running = [asyncio.create_task(engines.generate(prompt, LONG, rid=f"long-{transport}-{n}")) for n, prompt in enumerate(oracle.PROMPTS)]
     for version in (first + 1, first + 2):
-        await until_sampled(engines.clients)
+        await until_sampled(engines.clients, running)
         await update(version)
         assert not any(request.done() for request in running)
         for engine in engines.clients:

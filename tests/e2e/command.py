@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.e2e.processes import interrupt
 from tests.e2e.warm_children import ROOM
 from tests.e2e.warm_start import WarmStart
 
@@ -71,7 +72,8 @@ def fuligo(*arguments: object, fresh: bool = False, **extra_environment: str) ->
     if not fresh and not HAS_CUDA and warm_start().suits(variables):
         return warm_start().run(given, variables, DEADLINE_S)
     command = [sys.executable, "-m", "fuligo", *given]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables, check=False)
+    with interrupt():
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables, check=False)
 
 
 def in_own_process(*arguments: object) -> list[str]:

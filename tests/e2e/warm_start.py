@@ -162,6 +162,7 @@ def next_command(connection: socket.socket) -> str:
         os.dup2(descriptor, standard)
         os.close(descriptor)
     arguments, environment, directory = json.loads(request)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where it is ignored, as in a background job
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)

@@ -354,4 +354,4 @@ def test_weights_that_are_not_finite_are_named(pool: RankPool, models, tmp_path:
         hf_to_dist(damaged, tmp_path / "converted", World())
         given = weights_directory(tmp_path / "converted")
     (said,) = pool.run(1, refused_weights, settings_of(models["dense"], LAYOUTS["one"], initial_weights=given))
-    assert said.startswith(f"cannot load {given}: ") and "norm.weight has 1 of" in said
+    assert said.startswith(f"cannot load {given}: ") and "norm.weight has values that are NaN or infinite (1 of 64)" in said

@@ -52,7 +52,7 @@ def test_a_config_json_on_this_machine_completes_model_args(run_plan: RunPlan, t
     job = f"--prompt-data d.jsonl --label-key label --rm-type math --num-rollout 2 --colocate --rollout-backend sglang {size} --swiglu"
     arguments = f"--hf-checkpoint {tmp_path} {job} --disable-bias-linear --rotary-base 1000000 --gpu h100-80".split()
     code, _, errors = run_plan(*arguments)
-    assert code == 2 and "--max-position-embeddings missing" in errors
+    assert code == 2 and "MODEL_ARGS: they lack --max-position-embeddings" in errors
     (tmp_path / "config.json").write_bytes((EXAMPLES / "qwen3-4b" / "model" / "config.json").read_bytes())
     code, output, errors = run_plan(*arguments)
     assert code == 0 and "qwen3, 4.02 B parameters" in output, output + errors

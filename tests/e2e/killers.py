@@ -82,6 +82,11 @@ _struck: set[str] = set()
 """Kills of `kill_ranks` that have happened."""
 
 
+def _start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot (`starttime` of proc_pid_stat(5))."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def kill_ranks(args, rollout_id: int, batch) -> None:
     """Kill trainer ranks during training: `KILL_RANKS="1:3 0:4"` kills rank 1 in rollout 3 and rank 0 in rollout 4, each once.
 
@@ -99,10 +104,9 @@ def kill_ranks(args, rollout_id: int, batch) -> None:
         rank, _, step = strike.partition(":")
         if int(step) == rollout_id and strike not in _struck:
             _struck.add(strike)
-            ranks = [pid for pid, command in family.items() if f"rank_process --rank {rank} " in command or "ray::TrainerRank" in command]
-            pid = (
-                ranks[int(rank)] if "ray::TrainerRank" in family[ranks[0]] else ranks[0]
-            )  # in the order of their start; a standby follows its rank
+            found = [pid for pid, command in family.items() if f"rank_process --rank {rank} " in command or "ray::TrainerRank" in command]
+            ranks = sorted(found, key=_start_ticks)  # a standby starts after its rank, but its number may be smaller: they wrap around
+            pid = ranks[int(rank)] if "ray::TrainerRank" in family[ranks[0]] else ranks[0]
             threading.Timer(random.random() * 0.02, os.kill, (pid, signal.SIGKILL)).start()
 
 

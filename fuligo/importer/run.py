@@ -13,7 +13,7 @@ from typing import Any
 
 from fuligo.errors import ConfigError
 from fuligo.importer import sandbox
-from fuligo.importer.calls import Call, Launch, read_calls
+from fuligo.importer.calls import Call, Findings, Launch, read_calls
 from fuligo.importer.stand_ins import RECORDED, find_commands
 from fuligo.sandbox import processes
 
@@ -143,6 +143,23 @@ def import_script(
         if not name.endswith(".files")
     ]
     findings = read_calls([call for call in read if call is not None], _environment(task, ""))
+    launch = _only_launch(findings, report, task, unset)
+    notes = [*findings.notes, *unset, *_missing_files(report, task)]
+    if report["stopped"]:
+        notes.append(f"{_end(report, task)}, after it started the job")
+    return ImportedScript(launch, tuple(notes), script)
+
+
+def _only_launch(findings: Findings, report: Mapping[str, Any], task: _Script, unset: Sequence[str]) -> Launch:
+    """Return the training job that the script starts.
+
+    Args:
+        unset: sentences on the unset variables that the script reads
+
+    Raises:
+        ConfigError: the script starts none or several, or an argument has the end of a line of Windows, from a file that the script reads.
+    """
+    name = task.path.name
     if not findings.launches or report["stopped"] == "records":
         causes = [*unset, *(note for note in findings.notes if "taken as empty" in note)]
         if findings.runner is not None and not report["stopped"] and report["status"] == 0:
@@ -152,21 +169,14 @@ def import_script(
         raise ConfigError(_no_launch(report, task, causes))
     if len(findings.launches) > 1:
         places = ", ".join(launch.place for launch in findings.launches)
-        raise ConfigError(f"cannot import {script.name}: it starts {len(findings.launches)} training jobs ({places}); keep one")
-    _require_line_ends(findings.launches[0], script)
-    notes = [*findings.notes, *unset, *_missing_files(report, task)]
-    if report["stopped"]:
-        notes.append(f"{_end(report, task)}, after it started the job")
-    return ImportedScript(findings.launches[0], tuple(notes), script)
-
-
-def _require_line_ends(launch: Launch, script: Path) -> None:
-    """Raise ConfigError if an argument has the end of a line of Windows, which a file that the script reads has left in it."""
+        raise ConfigError(f"cannot import {name}: it starts {len(findings.launches)} training jobs ({places}); keep one")
+    [launch] = findings.launches
     if word := next((word for word in launch.arguments if "\r" in word), None):
         raise ConfigError(
-            f"cannot import {script.name}: a file that it reads has lines that end as on Windows, so bash read {word!r} as an argument; "
-            "convert that file with sed -i 's/\\r$//'"
+            f"cannot import {name}: a file that it reads has lines that end as on Windows, so bash read {word!r} as an argument; convert "
+            "that file with sed -i 's/\\r$//'"
         )
+    return launch
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
         if not any(thread.daemon for thread in threads):
             if len(threads) > 1:
                 sys.exit(code)  # which waits for the others
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # which would print a traceback and go on
+                signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
             atexit._run_exitfuncs()
             print(end="", flush=True)
     except BrokenPipeError:

@@ -152,6 +152,14 @@ def test_the_process_ends_after_exit_handlers_without_destroying_objects(thread:
     assert (ended.returncode, ended.stdout.split(), ended.stderr) == (3, printed, "")
 
 
+def test_ctrl_c_while_exit_handlers_run_ends_the_process_at_once() -> None:
+    interrupted = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + ENDING.replace(
+        'atexit.register(print, "handled")', 'atexit.register(print, "handled later")\natexit.register(signal.raise_signal, signal.SIGINT)'
+    )
+    ended = subprocess.run([sys.executable, "-c", interrupted], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "")
+
+
 @pytest.mark.parametrize("closed", ["1", "2"])
 def test_a_closed_output_does_not_fail_the_command(closed: str) -> None:
     command = ["sh", "-c", f'exec "$0" -m fuligo --version {closed}>&-', sys.executable]

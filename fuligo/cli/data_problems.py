@@ -22,9 +22,8 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
     is_here = _on_this_machine if missing_is_fine else lambda paths: True
     if config.data.prompt_data and not config.debug.debug_train_only and is_here(config.data.prompt_data):
         yield from _file("--prompt-data", config.data.prompt_data, config.data, config.num_drawn)
-        rollout = config.rollout
-        by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or config.data.data_source_path
-        if not (config.reward.custom_rm_path or by_hook or rollout.rollout_function_path or config.is_sft):
+        by_hook = config.has_custom_generation or config.data.data_source_path or config.rollout.rollout_function_path
+        if not (config.reward.custom_rm_path or by_hook or config.is_sft):
             yield from _judged("--prompt-data", config.data.prompt_data, config.data, config.reward.rm_type)
     yield from _chat_template(config)
     yield from _images(config)
@@ -37,9 +36,8 @@ def data_problems(config: Config, *, missing_is_fine: bool = False) -> Iterator[
         given, settings, here = f"evaluation dataset {spec.name}", spec.data_flags(config), is_here(spec.path)
         if here:
             yield from _file(given, spec.path, settings)
-        rollout = config.rollout
-        by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or config.eval.eval_function_path
-        if here and spec.custom_reward_path(config) is None and by_hook is None:
+        by_hook = config.has_custom_generation or config.eval.eval_function_path
+        if here and spec.custom_reward_path(config) is None and not by_hook:
             yield from _judged(given, spec.path, settings, spec.rm_type or config.reward.rm_type)
         if config.rollout.environment and (spec.rm_type or spec.custom_rm_path):
             yield f"evaluation dataset {spec.name}: --environment gives its reward; remove rm_type and custom_rm_path"

@@ -141,10 +141,14 @@ class Config(Placement):
         return "engine" if flags.opd_teacher_url is not None or self.has_served_teacher else None
 
     @property
+    def has_custom_generation(self) -> bool:
+        """True if an environment, an agent or the user's function answers each row: it reads the prompt as it likes, and may judge."""
+        return bool(self.rollout.custom_generate_function_path or self.rollout.agent or self.rollout.environment)
+
+    @property
     def is_unjudged(self) -> bool:
         """True if the policy learns only from a teacher, without rewards."""
-        rollout = self.rollout
-        by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or rollout.rollout_function_path
+        by_hook = self.has_custom_generation or self.rollout.rollout_function_path
         judged = self.reward.rm_type or self.reward.custom_rm_path or self.data.metadata_key or by_hook
         return self.algorithm.use_opd and not judged and not self.is_sft
 

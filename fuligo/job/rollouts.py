@@ -82,8 +82,7 @@ class RunData:
 def _warn_of_long_prompts(config: Config, dataset: PromptDataset) -> None:
     """Warn if prompts do not fit the model's context with a response, without --rollout-max-prompt-len; their samples would fail."""
     flags = config.rollout
-    has_other_prompts = flags.environment or flags.agent or flags.custom_generate_function_path or flags.rollout_function_path
-    if config.data.rollout_max_prompt_len is not None or has_other_prompts:
+    if config.data.rollout_max_prompt_len is not None or config.has_custom_generation or flags.rollout_function_path:
         return
     context, response = read_model_config(config.hf_checkpoint_path).get("max_position_embeddings"), flags.rollout_max_response_len
     if flags.rollout_max_context_len is not None:

@@ -58,9 +58,9 @@ def length_is_given_once(config: Config) -> Iterator[Violation]:
 @rule("CFG-REWARD-MISSING", "--rm-type", "--custom-rm-path")
 def reward_is_given(config: Config) -> Iterator[Violation]:
     """Require a reward unless a teacher or given responses replace it."""
-    reward, rollout = config.reward, config.rollout
+    reward = config.reward
     judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key
-    judged_by_hook = rollout.custom_generate_function_path or rollout.agent or rollout.environment or rollout.rollout_function_path
+    judged_by_hook = config.has_custom_generation or config.rollout.rollout_function_path
     # Datasets of --eval-config may have their own rewards.
     needs_none = not config.eval.eval_prompt_data if config.algorithm.use_opd else config.is_sft and not config.has_eval
     if not (judged or judged_by_hook or config.debug.debug_train_only or needs_none):

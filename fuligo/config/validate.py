@@ -14,6 +14,7 @@ from fuligo.config.rules import (
     distillation,
     effects,
     exactness,
+    fp8_training,
     lora,
     prefixes,
     required,
@@ -23,7 +24,9 @@ from fuligo.config.rules import (
 )
 from fuligo.errors import ConfigError
 
-_MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, lora, vision, prefixes, exactness, effects, advice)
+_MODULES = (
+    required, combinations, cluster, sizes, routing_replay, distillation, lora, fp8_training, vision, prefixes, exactness, effects, advice,
+)  # fmt: skip
 RULES: tuple[Rule[Config, Change], ...] = tuple(
     rule for module in _MODULES for rule in getattr(module, "RULES", vars(module).values()) if isinstance(rule, Rule)
 )

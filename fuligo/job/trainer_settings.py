@@ -229,6 +229,22 @@ def _capacity(config: Config, max_tokens: int | None) -> Capacity:
     return Capacity(max_tokens=DEFAULT_MAX_TOKENS * num_sharing)
 
 
+def _row_multiple(config: Config, common: TrainerSettings) -> int:
+    """Return the multiple to which rows are padded. In FP8, each rank's part of a row must be a multiple of 16 tokens.
+
+    Raises ConfigError if the trainer cannot compute in FP8 on this device or in this precision.
+    """
+    multiple, sizes, kind = config.train.data_pad_size_multiplier, config.parallel, config.megatron.get("fp8_format")
+    if kind is None:
+        return multiple
+    if common.device != "cuda" or common.precision != "bf16":
+        raise ConfigError(
+            f"cannot use --fp8-format {kind} with --device {common.device} and --precision {common.precision}: training in FP8 needs a GPU "
+            "with FP8 units and weights in bf16; drop --fp8-format, or use --device cuda --precision bf16"
+        )
+    return math.lcm(multiple, 16 * sizes.context_parallel_size * sizes.tensor_model_parallel_size)
+
+
 def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTrainerSettings:
     """Complete the common settings with those of the Megatron trainer.
 
@@ -254,7 +270,7 @@ def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTraine
         deepep=sizes.moe_enable_deepep,
         attention_backend=sizes.attention_backend,
         gradients_in_fp32=not config.megatron.get("grad_reduce_in_bf16"),
-        pad_multiple_tokens=train.data_pad_size_multiplier,
+        pad_multiple_tokens=_row_multiple(config, common),
         routing=RoutingShape.of(architecture) if config.replays_routing else None,
         records_routing=config.replays_routing and not config.replays_engine_routing,
     )

@@ -229,6 +229,7 @@ _KNOWN = {
     "engine_weights": ("E", "blue"),
     "gradients": ("g", "cyan"),
     "optimizer": ("o", "yellow"),
+    "fp8_weights": ("8", "blue"),
     "activations": ("a", "red"),
     "backward": ("b", "bright_red"),
     "logits": ("l", "magenta"),

@@ -164,6 +164,7 @@ def trainer_efficiency(subject: Subject, shape: Layout) -> float:
         (shape.pp > 1, speeds.WITH_PP),
         (has_experts, speeds.WITH_EXPERTS),
         (has_experts and shape.ep > 1, speeds.WITH_EP),
+        (subject.config.megatron.get("fp8_format") is not None, speeds.WITH_FP8),
     ):
         factor *= share if applies else 1
     return factor

@@ -4,6 +4,7 @@
 const ITEM_COLOURS = {
   weights: [262, 0.11],
   adapter: [100, 0.11],
+  fp8_weights: [268, 0.09],
   draft_weights: [290, 0.11],
   engine_weights: [275, 0.08],
   reference: [235, 0.09],

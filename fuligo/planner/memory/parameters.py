@@ -124,6 +124,9 @@ DEEPEP_BYTES = 2 * GIB
 FRAGMENTATION = 0.1
 """Memory lost to fragmentation, relative to that allocated per micro-batch: PyTorch's allocator holds blocks of at least 2 MiB that packed
 rows of varying lengths do not fill (without expandable segments it can be far more: GMLake, arXiv 2401.08156, measures up to a third)."""
+SPLIT_FRAGMENTATION = 0.12
+"""Memory lost to fragmentation with an optimizer on GPU and CPU, relative to its state on the GPU: fitted to one run of Qwen3-30B-A3B on
+four H200s, with 15% of the state on the GPUs (docs/planner-model.md, "Measured")."""
 
 # Megatron trainer, from fourteen runs on H200s (docs/planner-model.md, "Measured"; tests/unit/planner/test_measured.py). To refit with more
 # runs, set workspace to the tensors that are unaccounted for, and the other two so that no run exceeds its plan.

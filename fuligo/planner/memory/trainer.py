@@ -16,6 +16,7 @@ from fuligo.planner.memory.parameters import (
     DEEPEP_BYTES,
     FRAGMENTATION,
     POINT_TO_POINT_BYTES,
+    SPLIT_FRAGMENTATION,
     TRAINER_HELD_BYTES,
     TRAINER_LEFT_BYTES,
     TRAINER_WORKSPACE_BYTES,
@@ -23,6 +24,7 @@ from fuligo.planner.memory.parameters import (
     adapter_parameters,
     billions,
     frozen_parameters,
+    local_parameters,
     trained_parameters,
 )
 from fuligo.planner.plan import ClusterLayout, MemoryItem, Stage
@@ -89,11 +91,12 @@ def adam_bytes(subject: Subject) -> int:
     """Return the optimizer's bytes per parameter on the GPU: fp32 weight and two moments.
 
     The precision-aware optimizer takes their dtypes from flags and stores only the 16 bits of an fp32 weight that the bf16 weight lacks
-    (Megatron-Core, `OptimizerConfig.store_param_remainders`). An adapter is fp32 itself: its state is two moments only.
+    (Megatron-Core, `OptimizerConfig.store_param_remainders`), unless a part of the state is on the CPU: `HybridDeviceOptimizer` knows fp32
+    only. An adapter is fp32 itself: its state is two moments only.
     """
     if subject.adapter is not None:
         return 2 * FP32
-    if not subject.config.optimizer.use_precision_aware_optimizer:
+    if not subject.config.optimizer.use_precision_aware_optimizer or subject.config.optimizer.optimizer_cpu_offload:
         return 3 * FP32
     megatron = subject.config.megatron
     main, first, second = (
@@ -117,11 +120,12 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
     stages = [stage for stage in layout.stages if stage.pipeline_rank == pipeline_rank]
     state = trainer_state(subject, shape, stages)
     activations = _activations(subject, shape, stages, pipeline_rank)
-    passing = (*activations, _fragmentation(_sum(activations)))
+    passing = (*activations, _fragmentation(_sum(activations), state.optimizer if offloaded_share(subject) else None))
     gradients = _main_gradients(subject, shape, state)
     return (
         *_state_items(subject, shape, state),
         *_value_items(subject, shape, stages),
+        *_fp8_items(subject, shape, stages),
         *(gradients if _sum(gradients) > _sum(passing) else passing),
         *_communication(subject, shape),
         MemoryItem("workspace", TRAINER_WORKSPACE_BYTES, "Transformer Engine, cuBLAS and the micro-batch; measured"),
@@ -144,10 +148,21 @@ def _sum(items: Iterable[MemoryItem]) -> int:
     return sum(item.num_bytes for item in items)
 
 
-def _fragmentation(moving: int) -> MemoryItem:
-    """Return the memory lost to fragmentation with `moving` bytes of temporary tensors; at most `moving`."""
-    held = min(moving, TRAINER_HELD_BYTES + round(FRAGMENTATION * moving))
-    share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}, but at most {amount(moving)}"
+def _fragmentation(moving: int, optimizer: int | None) -> MemoryItem:
+    """Return the memory lost to fragmentation with `moving` bytes of temporary tensors.
+
+    It is at most `moving`, unless the optimizer's state is partly on the CPU: its step then leaves gaps as well, more if `optimizer` bytes
+    of the state are on the GPU.
+    """
+    held = TRAINER_HELD_BYTES + round(FRAGMENTATION * moving)
+    share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"
+    if optimizer is None:
+        held, share = min(moving, held), f"{share}, but at most {amount(moving)}"
+    elif optimizer:
+        held, share = (
+            held + round(SPLIT_FRAGMENTATION * optimizer),
+            f"{share} and {SPLIT_FRAGMENTATION:.0%} of the optimizer's {amount(optimizer)}",
+        )
     note = f"held by PyTorch and CUDA in addition to tensors: {amount(TRAINER_HELD_BYTES)} plus {share}"
     return MemoryItem("fragmentation", held, note)
 
@@ -199,6 +214,14 @@ def _value_items(subject: Subject, shape: Layout, stages: list[Stage]) -> Iterat
         num_bytes = state.weights + state.gradients + state.optimizer
         note = f"{billions(state.trained.total + state.frozen.total)} parameters per GPU: weights, gradients and optimizer as the policy's"
         yield MemoryItem("value_model", num_bytes, f"{note}; all other memory is shared with the policy in turns")
+
+
+def _fp8_items(subject: Subject, shape: Layout, stages: list[Stage]) -> Iterator[MemoryItem]:
+    """Yield TransformerEngine's FP8 copies of the linear layers' weights, one by rows and one by columns (--fp8-format)."""
+    if subject.config.megatron.get("fp8_format") is not None:
+        layers = [layer for stage in stages for layer in stage_layers(subject.architecture, stage)]
+        linear = local_parameters([part for layer in layers for part in layer.parts if part.quantisable], shape).total
+        yield MemoryItem("fp8_weights", 2 * linear, f"{billions(linear)} parameters of linear layers x 2 bytes: by rows and by columns")
 
 
 def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_rank: int) -> list[MemoryItem]:

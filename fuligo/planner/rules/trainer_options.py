@@ -12,7 +12,8 @@ from fuligo.config.flag import option_name
 from fuligo.config.flags import MTP_FLAGS
 from fuligo.config.rules.rule import set_flag, unset_flag, unset_given
 from fuligo.errors import ConfigError
-from fuligo.models.architecture import LatentAttention
+from fuligo.layout.megatron import Layout, layout_of
+from fuligo.models.architecture import Architecture, LatentAttention
 from fuligo.models.registry import family_of
 from fuligo.planner.layout import stages
 from fuligo.planner.rules.rule import Violation, rule
@@ -22,6 +23,9 @@ from fuligo.quantities import count
 _COMFORTABLE = 0.9
 """Estimated share of a GPU's memory up to which a run fits despite the error of the estimate."""
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+
+_FP8 = ("fp8_format", "fp8_recipe")
+_ADA = ("l40s", "rtx-4090")
 
 
 def _off(*names: str) -> tuple[Change, ...]:
@@ -168,6 +172,43 @@ def trainer_computes_in_bf16(subject: Subject) -> Iterator[Violation]:
     config = subject.config
     if subject.is_megatron and config.megatron.get("fp16"):
         yield Violation("--fp16 is not supported: the trainer computes in bf16, without loss scaling", (_off("fp16"),))
+
+
+@rule("PLAN-FP8-GPU", "--fp8-format", "--fp8-recipe")
+def gpu_multiplies_in_fp8(subject: Subject) -> Iterator[Violation]:
+    """Training in FP8 needs a GPU with FP8 units; blocks need one of the Hopper generation or a later one."""
+    kind, recipe = (subject.config.megatron.get(name) for name in _FP8)
+    if not subject.is_megatron or kind is None:
+        return
+    if subject.gpu.fp8_flops == subject.gpu.bf16_flops:
+        yield Violation(f"--fp8-format {kind}: {subject.gpu.name} has no FP8 units", (_off(*_FP8),))
+    elif recipe == "blockwise" and subject.gpu.name in _ADA:
+        text = f"--fp8-recipe blockwise: TransformerEngine has no block-scaled products for {subject.gpu.name}"
+        yield Violation(text, ((Change(("megatron", "fp8_recipe"), "tensorwise"),), _off(*_FP8)))
+
+
+@rule("PLAN-FP8-WIDTHS", "--fp8-format", "--tensor-model-parallel-size", "--expert-tensor-parallel-size")
+def fp8_products_have_whole_tiles(subject: Subject) -> Iterator[Violation]:
+    """FP8 products need matrices whose rows and columns on a GPU are multiples of 16 (TransformerEngine, `assert_dim_for_fp8_exec`)."""
+    kind = subject.config.megatron.get("fp8_format")
+    if not subject.is_megatron or kind is None:
+        return
+    widths = _widths(subject.architecture, layout_of(subject.config))
+    if odd := [f"{name} {width} / {split}" for name, width, split in widths if width % (16 * split)]:
+        text = f"--fp8-format {kind} needs widths that are multiples of 16 on each GPU, unlike {', '.join(odd)}"
+        yield Violation(text, (_off(*_FP8),))
+
+
+def _widths(architecture: Architecture, shape: Layout) -> Iterator[tuple[str, int, int]]:
+    """Yield the widths of the matrices in linear layers, as (name, width, ranks that share it)."""
+    yield "hidden size", architecture.hidden_size, 1
+    for heads in architecture.grouped_attentions:
+        yield "queries", heads.num_heads * heads.head_dim, shape.tp
+        yield "queries, keys and values", (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, shape.tp
+    if not all(layer.is_moe for layer in architecture.layers):
+        yield "intermediate size", architecture.intermediate_size, shape.tp
+    if architecture.experts is not None:
+        yield "intermediate size of an expert", architecture.experts.intermediate_size, shape.etp
 
 
 @rule("PLAN-EXPERT-BIAS", "--moe-router-enable-expert-bias", "--moe-router-score-function")

@@ -30,8 +30,9 @@ _OPTIMIZER = (
     "optimizer_offload_fraction", "no_pin_cpu_grads", "no_pin_cpu_params", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
     "exp_avg_sq_dtype", "store_param_remainders", "no_gradient_accumulation_fusion",
 )  # fmt: skip
+_FP8 = ("fp8_format", "fp8_recipe")
 _STAGES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-READ = frozenset((*_MODEL, *LATENT_ATTENTION, "num_experts", *EXPERTS, *_OPTIMIZER, *_STAGES))
+READ = frozenset((*_MODEL, *LATENT_ATTENTION, "num_experts", *EXPERTS, *_OPTIMIZER, *_FP8, *_STAGES))
 """Arguments accepted with any value."""
 
 DECIDED: Mapping[str, object] = {

@@ -45,6 +45,12 @@ def state_tensors(chunks: Sequence[DistributedDataParallel], optimizer: ChainedO
     return [*weights, *groups, *states]
 
 
+def drop_fp8_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Free TransformerEngine's FP8 copies of the weights. The first micro-batch of the next pass makes new ones."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
 def gradient_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
     """Return the buffers in which gradients are accumulated."""
     buffers: list[Any] = [buffer for chunk in chunks for buffer in (chunk.buffers, chunk.expert_parallel_buffers)]

@@ -187,6 +187,8 @@ def _computation(settings: MegatronTrainerSettings) -> Fields:
     return {
         "params_dtype": DTYPES[settings.precision],
         "bf16": settings.precision == "bf16",
+        # Linear layers alone: attention, norms, router, embedding and output layer stay in bf16, and so do the weights themselves.
+        **({"fp8": flags["fp8_format"], "fp8_recipe": flags["fp8_recipe"]} if settings.uses_fp8 else {}),
         "calculate_per_token_loss": True,
         "attention_softmax_in_fp32": True,
         "init_method_std": 0.02,

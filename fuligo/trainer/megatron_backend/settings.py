@@ -80,13 +80,19 @@ class MegatronTrainerSettings(TrainerSettings):
 
         CUDA_DEVICE_MAX_CONNECTIONS=1 makes the kernels of a collective start before the GEMM that they overlap with.
         NVTE_USE_CUTLASS_GROUPED_GEMM computes all experts in one kernel where TransformerEngine has one (Hopper, bf16, forward and input
-        gradients), because launching one kernel per expert takes longer on the CPU than the computation on the GPU. On a CPU,
-        TORCHDYNAMO_DISABLE avoids importing the compiler through Megatron's decorators, which takes longer than importing the rest of
-        Megatron.
+        gradients), because launching one kernel per expert takes longer on the CPU than the computation on the GPU.
+        NVTE_FP8_BLOCK_SCALING_FP32_SCALES makes the scales of FP8 blocks those of block-quantized checkpoints, which engines sample with;
+        TransformerEngine would round them up to powers of two. On a CPU, TORCHDYNAMO_DISABLE avoids importing the compiler through
+        Megatron's decorators, which takes longer than importing the rest of Megatron.
         """
         if self.device == "cpu":
             return {"TORCHDYNAMO_DISABLE": "1"}
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_USE_CUTLASS_GROUPED_GEMM": "1", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+
+    @property
+    def uses_fp8(self) -> bool:
+        """True if linear layers compute in FP8 (--fp8-format), from weights that stay in bf16."""
+        return self.model_flags.get("fp8_format") is not None
 
     @property
     def fuses_gradient_sums(self) -> bool:

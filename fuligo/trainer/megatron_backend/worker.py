@@ -25,7 +25,7 @@ from fuligo.trainer.megatron_backend.adapted_weights import AdaptedStages, load_
 from fuligo.trainer.megatron_backend.cpu import run_on_cpu
 from fuligo.trainer.megatron_backend.critic import Critic
 from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores
-from fuligo.trainer.megatron_backend.host_memory import HostWeights, gradient_tensors, state_tensors
+from fuligo.trainer.megatron_backend.host_memory import HostWeights, drop_fp8_weights, gradient_tensors, state_tensors
 from fuligo.trainer.megatron_backend.learner import Learner, freeze_parameters, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.lora import adapter_off, add_adapters, dropout_on
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
@@ -147,6 +147,11 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             del states[directory / VALUE_MODEL]
         for place, state in states.items():
             restore_state(place, state, self.world)
+
+    def offload(self) -> None:
+        for learner in self._learners():
+            drop_fp8_weights(learner.chunks)
+        super().offload()
 
     def close(self) -> None:
         leave_megatron()

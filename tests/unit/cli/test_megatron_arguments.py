@@ -20,12 +20,12 @@ def config_of(more: str) -> Config:
     ("more", "text"),
     [
         (
-            f"{SEPARATE} --swiglu --seq-length 4096 --fp8-format e4m3",
-            "--fp8-format e4m3, --seq-length 4096: not supported by the Megatron trainer",
+            f"{SEPARATE} --swiglu --seq-length 4096 --fp8-param-gather",
+            "--fp8-param-gather, --seq-length 4096: not supported by the Megatron trainer",
         ),
         (
-            f"{SEPARATE} --seq-length 4096 --deterministic-mode --fp8-format e4m3 --fp8-recipe blockwise --make-vocab-size-divisible-by 64",
-            "--deterministic-mode, --fp8-format e4m3, --fp8-recipe blockwise, --make-vocab-size-divisible-by 64, --seq-length 4096: not",
+            f"{SEPARATE} --seq-length 4096 --deterministic-mode --fp8-margin 1 --fp8-interval 2 --make-vocab-size-divisible-by 64",
+            "--deterministic-mode, --fp8-interval 2, --fp8-margin 1, --make-vocab-size-divisible-by 64, --seq-length 4096: not",
         ),
         (f"{SEPARATE} --train-backend megatron --attention-dropout 0.1", "--attention-dropout 0.1: not supported by the Megatron trainer"),
         (

@@ -29,6 +29,24 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
         ({**SGLANG, "attention_backend": "flash", "share_prefixes": "on"}, "TransformerEngine's kernels compute sequences, not trees")
     ],
     "CFG-PREFIX-ROWS": [({"micro_batch_size": 1, "share_prefixes": "on"}, "--share-prefixes on has no effect with --micro-batch-size 1")],
+    "CFG-FP8-RECIPE": [
+        ({**MEGATRON, "megatron": {"fp8_format": "e4m3"}}, "--fp8-recipe delayed, Megatron's default, scales by values of earlier steps"),
+        ({**MEGATRON, "megatron": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}}, "--fp8-recipe mxfp8 is not tested"),
+        ({**MEGATRON, "megatron": {"fp8_recipe": "blockwise"}}, "--fp8-recipe blockwise has no effect without --fp8-format"),
+    ],
+    "CFG-FP8-LAYOUT": [
+        (
+            {**MEGATRON, "tensor_model_parallel_size": 2, "megatron": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}},
+            "--fp8-format e4m3 with --tensor-model-parallel-size 2 has not been tested on GPUs",
+        )
+    ],
+    "CFG-FP8-PARTS": [
+        ({**MEGATRON, **LORA, "megatron": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}}, "--fp8-format e4m3 with --lora-rank 8"),
+        (
+            {**MEGATRON, "mtp_num_layers": 1, "megatron": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}},
+            "--fp8-format hybrid with --mtp-num-layers 1 is not tested",
+        ),
+    ],
     "CFG-VISION-PREFIXES": [({**IMAGES, "share_prefixes": "on"}, "--share-prefixes on does not support images")],
     "CFG-VISION-MTP": [
         (

@@ -219,3 +219,19 @@ def test_a_value_model_starts_from_the_policy_or_from_critic_load(bf16: Path, tm
 def test_layers_are_compiled_where_they_can_be(bf16: Path, device: Device, precision: str, flags: tuple[str, ...], compiles: bool):
     words = ("--train-backend", "torch", "--precision", precision, *flags)
     assert settings_of(bf16, bf16, *words, device=device).compiles_dense_layers is compiles
+
+
+FP8 = ("--train-backend", "megatron", "--rollout-backend", "sglang", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+
+
+def test_rows_trained_in_fp8_are_multiples_of_16_tokens_on_every_rank(bf16: Path):
+    sizes = ("--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2")
+    settings = settings_of(bf16, bf16, *FP8, *sizes, "--data-pad-size-multiplier", "24", device="cuda")
+    assert isinstance(settings, MegatronTrainerSettings) and settings.uses_fp8
+    assert settings.pad_multiple_tokens == 192  # 24 and 16 on each of four ranks
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "bf16"), ("cuda", "fp32")])
+def test_fp8_training_needs_a_gpu_and_weights_in_bf16(bf16: Path, device: Device, precision: str):
+    with pytest.raises(ConfigError, match=f"cannot use --fp8-format e4m3 with --device {device} and --precision {precision}: "):
+        settings_of(bf16, bf16, *FP8, "--precision", precision, device=device)

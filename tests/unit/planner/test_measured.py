@@ -66,6 +66,7 @@ class Measured:
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {ALLTOALL}"
+TP2_EP4 = TP2_EP2.replace("expert-model-parallel-size 2", "expert-model-parallel-size 4")
 EP2 = f"--expert-model-parallel-size 2 {ALLTOALL}"
 RECOMPUTATION = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -85,6 +86,9 @@ MEASURED = {
     "moe-9": Measured("qwen3-30b-a3b", 9, 1, 16384, ALLTOALL, (134.74,), (127.72,), None, OLD),
     "moe": Measured("qwen3-30b-a3b", 7, 1, 13291, ALLTOALL, (106.61,), (98.69,), 272),
     "moe-ep2": Measured("qwen3-30b-a3b", 7, 2, 13301, EP2, (68.98,), (59.29,), 256),
+    "moe-full-ep4": Measured(
+        "qwen3-30b-a3b", 48, 4, 7422, f"{TP2_EP4} {RECOMPUTATION} {CPU_ADAM} --optimizer-offload-fraction 0.85", (74.13,), (60.76,)
+    ),
     "mla": Measured("glm4.7-flash", 6, 1, 16384, ALLTOALL, (89.42,), (84.58,), 263, OLD),
     "mla-tp2-ep2": Measured("glm4.7-flash", 6, 2, 16384, TP2_EP2, (50.02,), (42.79,), 195, OLD),
     "torch": Measured("qwen3-4b", 36, 1, 10686, "", (119.31,), (106.58,), 450, trainer=TORCH),

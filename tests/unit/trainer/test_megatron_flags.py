@@ -43,8 +43,8 @@ def test_all_are_arguments_of_megatron() -> None:
         ({"attention_dropout": 0.0, "position_embedding_type": "rope"}, []),
         ({"attention_dropout": 0.1}, [("attention_dropout", 0.1, 0.0)]),
         (
-            {"fp8_format": "e4m3", "make_vocab_size_divisible_by": 64},
-            [("fp8_format", "e4m3", None), ("make_vocab_size_divisible_by", 64, None)],
+            {"fp8_param_gather": True, "make_vocab_size_divisible_by": 64},
+            [("fp8_param_gather", True, None), ("make_vocab_size_divisible_by", 64, None)],
         ),
         ({"make_vocab_size_divisible_by": 128, "fp16": False}, []),
     ],

@@ -43,6 +43,8 @@ EXACT_ON_TWO = (
     "--sglang-mem-fraction-static 0.7"
 )
 """Flags with which it runs on 2 GPUs."""
+FP8_WHOLE = "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 1 --no-sequence-parallel --context-parallel-size 1 --max-tokens-per-gpu 9216"
+"""Training in FP8 with the whole model on each GPU."""
 
 
 _GROUPS = ("engine", "sglang_config", 0, "server_groups")
@@ -213,6 +215,11 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     "PLAN-FP16": (Run(DENSE, "--fp16"),),
     "PLAN-EXPERT-BIAS": (Run(MIXTURE, "--moe-router-enable-expert-bias --moe-router-score-function softmax --override-model-config"),),
     "PLAN-DSA-CP": (Run(SPARSE, "--no-allgather-cp"),),
+    "PLAN-FP8-GPU": (
+        Run(DENSE, FP8_WHOLE, gpu="a100-80"),
+        Run(DENSE, FP8_WHOLE, gpu="l40s"),
+    ),
+    "PLAN-FP8-WIDTHS": (Run(DENSE, FP8_WHOLE, trainer_model={"intermediate_size": 13_688}),),
     "PLAN-MTP-LAYERS": (
         Run(DENSE, "--mtp-num-layers 1"),
         Run(DRAFTS, "--mtp-num-layers 2"),

@@ -120,7 +120,7 @@ class PacedRollouts:
         stop: number of rollouts of the whole run
         before_sync: called when the weights are about to change
         policy_version: returns the version of the weights that train on the rollout, for staleness metrics; None if nothing is sampled
-        end_early: when set, ends the iteration and cancels the rollout that the loop waits for
+        end_early: when set, ends the iteration and cancels the rollout that the loop waits for, also in `settle`
     """
 
     def __init__(
@@ -177,11 +177,18 @@ class PacedRollouts:
     async def settle(self) -> None:
         """Wait until the weights may change: until no rollout is being sampled. In full mode, return immediately.
 
-        If the rollout ahead fails, its error is raised when the loop asks for it.
+        If the rollout ahead fails, its error is raised when the loop asks for it. If the run is ended early, the rollout ahead is canceled.
         """
         self._before_sync()
-        if self._ahead is not None:
-            await asyncio.wait([self._ahead])
+        if self._ahead is None:
+            return
+        ended = asyncio.ensure_future(self._end_early.wait())
+        try:
+            await asyncio.wait([self._ahead, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        if self._end_early.is_set():
+            await self.close()
 
     async def close(self) -> None:
         """Cancel the rollout that is ahead and wait until it has ended."""

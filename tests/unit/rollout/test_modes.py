@@ -102,6 +102,28 @@ async def test_an_early_end_cancels_the_rollout_that_the_loop_waits_for(mode: Li
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["before settle", "in settle"])
+async def test_an_early_end_in_a_step_cancels_the_rollout_ahead(*, is_late: bool) -> None:
+    """Otherwise the weight sync would wait for a rollout that is not trained on, and the checkpoint after it comes too late."""
+    end, begun = asyncio.Event(), asyncio.Event()
+
+    async def produce(step: int) -> Rollout:
+        if step > 0:
+            begun.set()
+            await asyncio.Event().wait()
+        return Rollout(step, [], RolloutState({}), {})
+
+    rollouts = PacedRollouts(produce, start=0, stop=9, mode="one-step", end_early=end)
+    await anext(rollouts)
+    await begun.wait()
+    settling = asyncio.ensure_future(rollouts.settle()) if is_late else None
+    await asyncio.sleep(0)
+    end.set()
+    await asyncio.wait_for(settling or rollouts.settle(), 60)
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+    assert await anext(rollouts, None) is None
+
+
 async def test_an_early_end_in_a_step_lets_the_step_finish_and_hands_out_nothing_more() -> None:
     given, end = Recorded(), asyncio.Event()
     async for rollout in PacedRollouts(given, start=0, stop=9, end_early=end):

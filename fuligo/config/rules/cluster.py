@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from fuligo.config import Config
 from fuligo.config.findings import Change
+from fuligo.config.flag import option_name
 from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, MTP_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag, unset_given
 from fuligo.config.topology import engine_groups, policy_groups, policy_model
@@ -183,9 +184,29 @@ def _no_kept_requests_because(config: Config) -> tuple[str, str] | None:
             return "--sglang-pp-size", "engines with pipeline stages cannot pause with requests"
         if values.value("dp_size") > 1:
             return "--sglang-dp-size", "data-parallel ranks pause in different steps and would wait for each other"
+        if values.value("enable_pdmux"):
+            return "--sglang-enable-pdmux", "engines that multiplex prefill and decode go on sampling during a pause"
         if values.get("speculative_algorithm") is not None:
             return "--sglang-speculative-algorithm", "speculative decoding over a weight sync is not tested"
     return None
+
+
+@rule("CFG-STORED-CACHE", "--sglang-hicache-storage-backend", "--sglang-enable-lmcache")
+def no_cache_outlives_the_weights(config: Config) -> Iterator[Violation]:
+    """Reject KV cache stored outside the engines: SGLang finds it by its tokens, also after a weight sync."""
+    if not config.trains or config.engine.rollout_external_engine_addrs:
+        return
+    for group in policy_groups(config):
+        for name in ("hicache_storage_backend", "enable_lmcache"):
+            if value := group.arguments.value(name):
+                option = option_name(f"sglang_{name}")
+                given = option if value is True else f"{option} {value}"
+                text = f"{given}: after a weight sync, engines would reuse stored KV cache of older weights"
+                if config.sglang.get(name) == value:
+                    yield Violation(text, (Change(("sglang", name), None),), flags=(option,))
+                else:
+                    yield Violation(text, advice=f"remove {name} from --sglang-config", flags=(option,))
+                return
 
 
 @rule("CFG-DP-ATTENTION", "--sglang-dp-size", "--sglang-enable-dp-attention")

@@ -178,7 +178,19 @@ BROKEN: dict[str, list[tuple[Values, str]]] = {
             {**KEPT, "rollout_num_gpus_per_engine": 4, "sglang_dp_size": 2, "sglang_enable_dp_attention": True},
             "data-parallel ranks pause in different steps",
         ),
+        ({**KEPT, "sglang_enable_pdmux": True}, "engines that multiplex prefill and decode go on sampling during a pause"),
         ({**KEPT, "sglang_speculative_algorithm": "NGRAM"}, "speculative decoding over a weight sync is not tested"),
+    ],
+    "CFG-STORED-CACHE": [
+        (
+            {**SGLANG, "sglang_enable_hierarchical_cache": True, "sglang_hicache_storage_backend": "file"},
+            "--sglang-hicache-storage-backend file: after a weight sync, engines would reuse stored KV cache of older weights",
+        ),
+        ({**SGLANG, "sglang_enable_lmcache": True}, "--sglang-enable-lmcache: after a weight sync"),
+        (
+            {**SGLANG, "sglang_config": [{"server_groups": [{"num_gpus": 2, "overrides": {"enable_lmcache": True}}]}]},
+            "--sglang-enable-lmcache: after a weight sync",
+        ),
     ],
     "CFG-HOSTFILE": [({"hostfile": "hosts"}, "use fuligo launch --hostfile hosts -- <these arguments>")],
     "CFG-COLOCATE-SYNC": [

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -15,9 +16,12 @@ from transformers.cache_utils import DynamicCache
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import Generation, SamplingParams
 from fuligo.engines.group import EngineGroup
+from fuligo.engines.host import PortClaims
+from fuligo.engines.sglang.fleet import Fleet
 from fuligo.formats.weight_manifest import Transport
 from fuligo.weights.senders import WeightSender
 from tests.sglang import oracle
+from tests.sglang.conftest import KEYS, fleet_settings
 from tests.sglang.test_weights import sender, sync
 
 __all__ = ["sender"]
@@ -25,6 +29,7 @@ __all__ = ["sender"]
 LONG = SamplingParams(max_new_tokens=960, ignore_eos=True)
 NUM_TOKENS_BETWEEN = 40
 """Tokens of each running request between two syncs."""
+WATCHDOG_S = 2
 
 
 @torch.no_grad()
@@ -91,3 +96,22 @@ async def test_requests_continue_with_the_new_weights(
         assert np.abs(generation.logprobs - oracle.logprobs(models[first], prompt, generation.output_ids)).max() > 0.1
     for engine in engines.clients:  # the long requests have left keys of all weights in the cache
         assert oracle.largest_difference(models[first + 2], await oracle.sample(engine)) < oracle.TOLERANCE
+
+
+@pytest.mark.slow
+async def test_a_pause_may_last_longer_than_the_watchdog_waits(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> None:
+    """SGLang's watchdog would end the engine, because it has a request but begins no step."""
+    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False)
+    server = replace(settings.servers[0], arguments={**settings.servers[0].arguments, "watchdog_timeout": WATCHDOG_S})
+    fleet = await Fleet.launch(replace(settings, servers=(server,)))
+    engines = EngineGroup.connect(fleet.group.urls, keys=KEYS, timeout_s=120.0)
+    try:
+        running = asyncio.create_task(engines.generate(oracle.PROMPTS[0], LONG, rid="long"))
+        await until_sampled(engines.clients, [running])
+        await engines.pause("in_place")
+        await asyncio.sleep(4 * WATCHDOG_S)
+        await engines.resume()
+        assert len((await running).output_ids) == LONG.max_new_tokens
+    finally:
+        await engines.close()
+        await fleet.stop()

@@ -1,13 +1,15 @@
 """Part of the plugin `fuligo_sync` that keeps requests in an engine over a weight sync (--update-weight-requests continue).
 
-SGLang's pause `in_place` keeps all requests with their KV cache, but three things are missing, because SGLang expects no update meanwhile:
+SGLang's pause `in_place` keeps all requests with their KV cache, but four things are missing, because SGLang expects no update meanwhile:
 
 - The step in flight may still read the weights. The pause here ends after it.
 - SGLang labels an answer with the version at its end. Here, every token gets the version of the weights that sampled it.
 - Entries of the prefix cache must not be reused after the update, also not those that older requests add later. Flushing the cache needs an
   engine without requests; here, requests that start after the update have cache entries of their own. The old ones are evicted as usual.
+- SGLang's watchdog ends an engine that has requests but begins no step within `--sglang-watchdog-timeout`. Here, it waits during a pause.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -115,10 +117,15 @@ def parse_version(label: str) -> int:
 
 
 def pause_generation(pause: Callable[[Any, Any], None], scheduler: Any, request: Any) -> None:
-    """Pause; if requests keep their place, return after the step in flight, which reads the weights."""
+    """Pause; if requests keep their place, return after the step in flight, which reads the weights, and let the watchdogs wait."""
     pause(scheduler, request)
-    if request.mode == "in_place":
-        scheduler.device_module.synchronize()
+    if request.mode != "in_place":
+        return
+    scheduler.device_module.synchronize()
+    for watchdog in (scheduler.watchdog, getattr(scheduler, "soft_watchdog", None)):
+        if watchdog is not None:
+            # Watchdogs compare the number of steps (`forward_ct`) with that of their last look; the time makes each look differ.
+            watchdog.get_counter = lambda: time.monotonic() if scheduler._engine_paused else scheduler.forward_ct
 
 
 def _add_request_to_queue(add: Callable[..., None], scheduler: Any, request: Any, *arguments: Any, **named: Any) -> None:

@@ -38,6 +38,8 @@ class Scheduler:
         self.num_flushes = 0
         self.num_waits = 0
         self.device_module = self
+        self.forward_ct = 7
+        self.watchdog, self.soft_watchdog = (SimpleNamespace(get_counter=lambda: self.forward_ct) for _ in range(2))
 
     def synchronize(self) -> None:
         self.num_waits += 1
@@ -161,6 +163,16 @@ def test_a_pause_in_place_ends_after_the_step_in_flight(scheduler: Scheduler, mo
     paused = []
     plugin.pause_generation(lambda *arguments: paused.append(arguments), scheduler, request := SimpleNamespace(mode=mode))
     assert paused == [(scheduler, request)] and scheduler.num_waits == num_waits
+
+
+@pytest.mark.parametrize("name", ["watchdog", "soft_watchdog"])
+def test_watchdogs_see_a_paused_engine_as_alive_and_a_stuck_one_as_stuck(scheduler: Scheduler, name: str) -> None:
+    for _ in range(2):
+        plugin.pause_generation(lambda *_: None, scheduler, SimpleNamespace(mode="in_place"))
+    looks = [getattr(scheduler, name).get_counter() for _ in range(2)]
+    scheduler._engine_paused = False
+    looks += [getattr(scheduler, name).get_counter() for _ in range(2)]
+    assert len(set(looks[:3])) == 3 and looks[2:] == [scheduler.forward_ct] * 2
 
 
 @pytest.mark.parametrize(("label", "version"), [("default", 0), ("7", 7), ("40@2", 40)])

@@ -211,7 +211,7 @@ async def _loop(wired: Wired, termination: Termination) -> Outcome:
         await sample_only(wired.rollouts, begun.recorder, wired.periodic)
     else:
         await _train_until_end(wired, wired.trainer, termination)
-    if termination.requested:
+    if termination.requested and not wired.rollouts.all_handed_out:  # a signal in the last step leaves nothing to resume
         raise asyncio.CancelledError
     return Outcome(begun.opened.directory.path, wired.evaluate.history if wired.evaluate is not None else [])
 

@@ -143,6 +143,10 @@ class PacedRollouts:
         self._end_early = end_early or asyncio.Event()
         self._ahead: asyncio.Future[Rollout] | None = None
 
+    @property
+    def all_handed_out(self) -> bool:
+        return self._next == self._stop
+
     def __aiter__(self) -> PacedRollouts:
         return self
 

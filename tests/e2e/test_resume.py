@@ -97,6 +97,14 @@ def test_a_run_that_a_signal_ends_saves_the_last_complete_rollout(
     assert evaluations(run_dir) == evaluations(uninterrupted)
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_run_that_a_signal_reaches_in_its_last_training_step_is_complete(number: str, job: Job, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = job(before_train_step_path="tests.e2e.killers.before_train_step", num_rollout=2, save_on_sigterm=120, run_dir=run_dir)
+    assert f"run directory: {run_dir}\n" in succeed(*flags, KILL_AT="train:1", KILL_WITH=number)
+    assert [path.name for path in (run_dir / "checkpoints").glob("iter_*")] == ["iter_0000002"]
+
+
 def test_a_run_that_a_malformed_row_ends_saves_the_last_complete_rollout(job: Job, prompts: Path, tmp_path: Path) -> None:
     """The template refuses the row, which is drawn in the third rollout. The same content is resumed with --skip-bad-rows."""
     data, lines = tmp_path / "prompts.jsonl", prompts.read_text().splitlines()

@@ -4,18 +4,10 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
-
-class Compute(Protocol):
-    """Compute thread, or one run's share of a compute thread."""
-
-    def submit(self, function: Callable[[], Any], /) -> Future[Any]:
-        """Run the function after all functions submitted before it; return the future of its result."""
-        ...
-
-    def stop(self) -> None:
-        """Stop the thread, or give up the share, when all submitted work is done."""
+Work = tuple[Callable[[], Any], Future[Any]]
+"""Function to run, and the future of its result."""
 
 
 class ComputeThread:
@@ -25,10 +17,11 @@ class ComputeThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        start_thread(name, self._work.get)
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run the function after all functions submitted before it; return the future of its result."""
         future: Future[Any] = Future()
         self._work.put((function, future))
         return future
@@ -37,14 +30,13 @@ class ComputeThread:
         """Stop the thread when all submitted work is done."""
         self._work.put(None)
 
-    def _run(self) -> None:
-        while self._run_next():
-            pass
 
-    def _run_next(self) -> bool:
-        """Run one function. A separate method, so that its references, for example to a rollout's samples, are dropped when it returns."""
-        work = self._work.get()
-        if work is None:
+def start_thread(name: str, next_work: Callable[[], Work | None]) -> None:
+    """Start a daemon thread that runs the work that `next_work` waits for, until that returns None."""
+
+    def run_next() -> bool:
+        """Run one function. A separate function, so that its references, for example to a rollout's samples, are dropped at its end."""
+        if (work := next_work()) is None:
             return False
         function, future = work
         if future.set_running_or_notify_cancel():
@@ -53,3 +45,9 @@ class ComputeThread:
             except BaseException as error:  # raised again in the waiting caller
                 future.set_exception(error)
         return True
+
+    def run() -> None:
+        while run_next():
+            pass
+
+    threading.Thread(target=run, name=name, daemon=True).start()

@@ -11,7 +11,7 @@ from fuligo.engines.host import is_loopback, listening_store, use_loopback_inter
 from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
 from fuligo.trainer.ranks.commands import Answer, Command, R
-from fuligo.trainer.ranks.compute_thread import Compute, ComputeThread
+from fuligo.trainer.ranks.compute_thread import ComputeThread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fuligo.trainer.packing import Cost
     from fuligo.trainer.ranks.settings import TrainerSettings
+    from fuligo.trainer.ranks.shared import RunShare
     from fuligo.trainer.ranks.worker import RankWorker
     from fuligo.trainer.ranks.world import Rendezvous, World
 
@@ -109,7 +110,9 @@ class Rank:
             use_loopback_interface()
         if settings.needs_process_group:
             store, key = (HashStore(), None) if rendezvous is None else (rendezvous.connect(), rendezvous.key)
-            joined = world.join_trainer(settings, self.number, self._size, store, key)
+            world.set_environment(settings)
+            timeout_s = settings.command_timeout_s
+            joined = world.join_world(self.number, self._size, settings.device, store=store, key=key, timeout_s=timeout_s)
         else:
             world.share_cores(1)
         return joined
@@ -125,13 +128,16 @@ class Rank:
 
     def leave(self) -> None:
         """Leave the process group. The process may form another one for the next trainer."""
-        from fuligo.trainer.ranks import world
-
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        world.leave_world()
+        self._leave_world()
         self.has_left = True
+
+    def _leave_world(self) -> None:
+        from fuligo.trainer.ranks import world
+
+        world.leave_world()
 
     def close_store(self) -> None:
         """Close the rendezvous store if this process serves it."""
@@ -145,7 +151,7 @@ class RankExecutor:
         compute: thread of the queued commands; None: a new one.
     """
 
-    def __init__(self, rank: Rank, compute: Compute | None = None) -> None:
+    def __init__(self, rank: Rank, compute: ComputeThread | RunShare | None = None) -> None:
         self.rank = rank
         self._compute = ComputeThread(f"trainer-rank-{rank.number}") if compute is None else compute
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
 from fuligo.trainer.ranks.commands import Answer, Command, R
+from fuligo.trainer.ranks.compute_thread import Work, start_thread
 from fuligo.trainer.ranks.rank import Rank, RankExecutor
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
@@ -98,12 +98,8 @@ class SharedRank(Rank):
         self._worker = TorchRankWorker(settings, joined, base=self._trainer.base())
         return self._worker.balance_by
 
-    def leave(self) -> None:
-        """Free the run's worker but stay in the process group, which all runs share."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        self.has_left = True
+    def _leave_world(self) -> None:
+        """Stay in the process group, which all runs share."""
 
 
 class SharedExecutor(RankExecutor):
@@ -132,17 +128,24 @@ class TurnThread:
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
-        self._waiting: deque[tuple[RunShare, Callable[[], Any], Future[Any]]] = deque()
+        self._waiting: deque[tuple[RunShare, Work]] = deque()
         self._keeper: RunShare | None = None
         """Run that has just computed and is about to submit its next phase; None: the first in the queue is next."""
         self._keeps_until_s = 0.0
         self._stopping = False
-        threading.Thread(target=self._run, name="shared-trainer", daemon=True).start()
+        start_thread("shared-trainer", self._next)
 
     def submit(self, share: RunShare, function: Callable[[], Any]) -> Future[Any]:
+        def run() -> Any:
+            try:
+                return share.run(function)
+            finally:
+                self._keeper = share if share.is_in_step else None
+                self._keeps_until_s = time.monotonic() + KEEP_TURN_S
+
         future: Future[Any] = Future()
         with self._wake:
-            self._waiting.append((share, function, future))
+            self._waiting.append((share, (run, future)))
             self._wake.notify()
         return future
 
@@ -152,35 +155,16 @@ class TurnThread:
             self._stopping = True
             self._wake.notify()
 
-    def _run(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Run one function. A separate method, so that its references, for example to a rollout's samples, are dropped when it returns."""
-        work = self._next()
-        if work is None:
-            return False
-        share, function, future = work
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(share.run(function))
-            except BaseException as error:  # raised again in the waiting caller
-                future.set_exception(error)
-        self._keeper = share if share.is_in_step else None
-        self._keeps_until_s = time.monotonic() + KEEP_TURN_S
-        return True
-
-    def _next(self) -> tuple[RunShare, Callable[[], Any], Future[Any]] | None:
+    def _next(self) -> Work | None:
         with self._wake:
             while True:
-                own = next((work for work in self._waiting if work[0] is self._keeper), None)
+                own = next((waiting for waiting in self._waiting if waiting[0] is self._keeper), None)
                 left_s = self._keeps_until_s - time.monotonic()
                 if own is None and self._waiting and (self._keeper is None or left_s <= 0 or self._stopping):
                     own = self._waiting[0]
                 if own is not None:
                     self._waiting.remove(own)
-                    return own
+                    return own[1]
                 if self._stopping:
                     return None
                 self._wake.wait(left_s if self._waiting else None)
@@ -204,11 +188,6 @@ class RunShare:
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function with this run's random state. Called by the shared thread."""
-        with self._own_random_state():
-            return function()
-
-    @contextmanager
-    def _own_random_state(self) -> Iterator[None]:
         import torch
 
         if self._state is not None:
@@ -216,7 +195,7 @@ class RunShare:
             if "cuda" in self._state:
                 torch.cuda.set_rng_state(self._state["cuda"])
         try:
-            yield
+            return function()
         finally:
             self._state = {"torch": torch.get_rng_state()}
             if torch.cuda.is_initialized():

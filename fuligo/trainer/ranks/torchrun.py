@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -183,70 +184,62 @@ def _ask_for_key(place: TorchrunPlace) -> bytes:
 def _give_key(place: TorchrunPlace) -> bytes:
     """Create a key, send it to all other ranks, and return it. Raises TrainerError if a rank does not connect in time."""
     key = secrets.token_bytes(MIN_KEY_LENGTH)
-    listener, address = _listen(place, None)
-    place.rendezvous.connect().set(_ADDRESS, address)
-    num_left, deadline = place.size - 1, time.monotonic() + CONNECT_TIMEOUT_S
-    with listener:
-        while num_left:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
+    num_left = place.size - 1
+    for accepted in _connections(place, None):
+        with accepted:
             try:
-                accepted, _ = listener.accept()
-            except TimeoutError:
-                raise TrainerError(
-                    f"{num_left} of torchrun's {place.size} processes did not connect within {CONNECT_TIMEOUT_S:g} s; see their output"
-                ) from None
-            with accepted:
-                try:
-                    _require_own_process(accepted)
-                except PermissionError as error:
-                    logger.warning("refused a process that connected as a rank of torchrun: %s", error)
-                    continue
-                accepted.settimeout(None)
-                try:
-                    Connection(os.dup(accepted.fileno())).send_bytes(key)
-                except OSError as error:
-                    raise TrainerError(f"a process of torchrun ended while it joined ({error.strerror}); restart torchrun") from None
-                num_left -= 1
-    return key
+                _require_own_process(accepted)
+            except PermissionError as error:
+                logger.warning("refused a process that connected as a rank of torchrun: %s", error)
+                continue
+            accepted.settimeout(None)
+            try:
+                Connection(os.dup(accepted.fileno())).send_bytes(key)
+            except OSError as error:
+                raise TrainerError(f"a process of torchrun ended while it joined ({error.strerror}); restart torchrun") from None
+        num_left -= 1
+        if num_left == 0:
+            return key
+    raise TrainerError(f"{num_left} of torchrun's {place.size} processes did not connect within {CONNECT_TIMEOUT_S:g} s; see their output")
 
 
 def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
     """Wait until ranks 1 to size - 1 have connected, and return them. Raises TrainerError if a rank does not connect in time."""
     ranks: dict[int, ConnectedRank] = {}
-    listener, address = _listen(place, key)
+    for accepted in _connections(place, key):
+        try:
+            rank = _introduced(accepted, key, place.size)
+        except (EOFError, OSError, ValueError, TypeError, KeyError) as error:
+            accepted.close()
+            logger.warning("refused a process that connected as a trainer rank: %s", error or type(error).__name__)
+            continue
+        ranks.setdefault(rank.rank, rank)
+        if len(ranks) == place.size - 1:
+            return [ranks[rank] for rank in range(1, place.size)]
+    missing = [str(rank) for rank in range(1, place.size) if rank not in ranks]
+    named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
+    raise TrainerError(f"trainer {named} (started by torchrun) did not connect within {CONNECT_TIMEOUT_S:g} s; see their output")
+
+
+def _connections(place: TorchrunPlace, key: bytes | None) -> Iterator[socket.socket]:
+    """Listen at a Unix socket without a key, else at a port of `TorchrunPlace.listens_at`; yield connections for `CONNECT_TIMEOUT_S`."""
+    if key is None:
+        listener, address = socket.socket(socket.AF_UNIX), f"fuligo-ranks-{secrets.token_hex(16)}"
+        listener.bind(f"\0{address}")
+        listener.listen()
+    else:
+        listener = listening_socket(place.listens_at)
+        address = str(listener.getsockname()[1])
     with listener:
         place.rendezvous.connect().set(_ADDRESS, address)
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while len(ranks) < place.size - 1:
+        while True:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 accepted, _ = listener.accept()
             except TimeoutError:
-                missing = [str(rank) for rank in range(1, place.size) if rank not in ranks]
-                named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
-                raise TrainerError(
-                    f"trainer {named} (started by torchrun) did not connect within {CONNECT_TIMEOUT_S:g} s; see their output"
-                ) from None
-            try:
-                rank = _introduced(accepted, key, place.size)
-            except (EOFError, OSError, ValueError, TypeError, KeyError) as error:
-                accepted.close()
-                logger.warning("refused a process that connected as a trainer rank: %s", error or type(error).__name__)
-            else:
-                ranks.setdefault(rank.rank, rank)
-    return [ranks[rank] for rank in range(1, place.size)]
-
-
-def _listen(place: TorchrunPlace, key: bytes | None) -> tuple[socket.socket, str]:
-    """Return a listening socket and its address: the name of a Unix socket without a key, else a port at `TorchrunPlace.listens_at`."""
-    if key is None:
-        name = f"fuligo-ranks-{secrets.token_hex(16)}"
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"\0{name}")
-        listener.listen()
-        return listener, name
-    listener = listening_socket(place.listens_at)
-    return listener, str(listener.getsockname()[1])
+                return
+            yield accepted
 
 
 def _introduced(accepted: socket.socket, key: bytes | None, size: int) -> ConnectedRank:

@@ -1,5 +1,6 @@
 """Process group of a trainer's ranks."""
 
+import functools
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -10,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.formats.private import kernel_cache
 from fuligo.limits import num_cores
-from fuligo.trainer.ranks.gloo import share_devices
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.signed_objects import sign_objects
 
@@ -57,12 +57,6 @@ class World:
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self.objects)
         return values
-
-
-def join_trainer(settings: TrainerSettings, rank: int, size: int, store: Store, key: bytes | None) -> World:
-    """Call `join_world` for a trainer, after setting the environment variables that its device needs."""
-    set_environment(settings)
-    return join_world(rank, size, settings.device, store=store, key=key, timeout_s=settings.command_timeout_s)
 
 
 def set_environment(settings: TrainerSettings) -> None:
@@ -110,3 +104,37 @@ def leave_world() -> None:
 def share_cores(num_processes: int) -> None:
     """Limit torch's threads to this process's share of the usable cores, because torch ignores a container's CPU quota."""
     torch.set_num_threads(min(torch.get_num_threads(), max(1, num_cores() // num_processes)))
+
+
+@functools.cache  # else a second call would wrap the first one's function
+def share_devices() -> None:
+    """Let all gloo groups that this process creates from now on use the same devices.
+
+    By default, each group has devices of its own, and the thread of each looks for messages every 10 ms. A rank of Megatron is in about 20
+    groups: on a machine with few cores, their threads would take most of the time of a small model.
+    """
+    create = ProcessGroupGloo.__init__
+
+    def create_with_shared_devices(
+        self: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # as torch names it
+        options._devices = _devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        options._threads = 2 * len(options._devices)  # as torch does
+        options._timeout = timeout
+        create(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = create_with_shared_devices
+
+
+@functools.cache
+def _devices(pid: int, interfaces: str) -> list[ProcessGroupGloo.Device]:
+    """Return a device for each network interface that the user named (default: that of the host's name).
+
+    Args:
+        pid: this process; after a fork, the threads of its parent's devices are missing.
+        interfaces: names, separated by commas.
+    """
+    if not interfaces:
+        return [ProcessGroupGloo.create_default_device()]
+    return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]

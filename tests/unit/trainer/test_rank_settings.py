@@ -6,7 +6,6 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
 
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.ranks import world
@@ -46,10 +45,9 @@ def test_a_rank_that_leaves_its_gpu_to_engines_pins_memory_with_many_threads() -
     assert "PYTORCH_CUDA_ALLOC_CONF" not in replace(megatron, device="cpu").environment
 
 
-def test_join_trainer_keeps_variables_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_keeps_variables_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = MegatronTrainerSettings(Path("model"), Path("model"), OptimizerSettings(LearningRateSchedule(peak=1e-3)))
     for name in settings.environment:
         monkeypatch.setenv(name, "mine")
-    monkeypatch.setattr(world, "join_world", lambda *_, **__: None)
-    world.join_trainer(settings, 0, 1, HashStore(), None)
+    world.set_environment(settings)
     assert {os.environ[name] for name in settings.environment} == {"mine"}

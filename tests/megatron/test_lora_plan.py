@@ -57,7 +57,6 @@ class Held:
 
 def held(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample], save: Path | None = None) -> Held:
     """Take an optimizer step; measure, and save."""
-    from fuligo.trainer.megatron_backend.host_memory import gradient_tensors
     from fuligo.trainer.megatron_backend.parts import parameter_states
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
@@ -71,7 +70,7 @@ def held(world: World, settings: MegatronTrainerSettings, samples: list[TrainSam
     return Held(
         weights=size([parameter for parameter in parameters if not parameter.requires_grad]),
         adapter=size([parameter for parameter in parameters if parameter.requires_grad]),
-        gradients=size(gradient_tensors(worker.chunks)),
+        gradients=size(worker._learner.gradient_buffers()),
         optimizer=size([tensor for tensor in states if tensor.untyped_storage().data_ptr() not in model]),  # not the weights themselves
     )
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -103,10 +104,7 @@ class PackedCoreAttention(MegatronModule):
         return tree_attention(query, keys, values, pieces, scale=scale, window=self.window, nodes=nodes)
 
 
-@lru_cache(maxsize=8)
-def _cut(tree: TokenTree, piece: int) -> TokenTree:
-    """Call `TokenTree.cut`, cached for all layers of a pass."""
-    return tree.cut(piece)
+_cut = lru_cache(maxsize=8)(TokenTree.cut)  # for all layers of a pass
 
 
 def zigzag(length: int, cp: int) -> Tensor:
@@ -122,19 +120,4 @@ def zigzag(length: int, cp: int) -> Tensor:
 
 def gather_pieces(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather all ranks' pieces, [n, ...] -> [cp, n, ...]. In the backward pass, the gradients of a piece are summed over the ranks."""
-    return _GatherPieces.apply(piece, group)  # pyright: ignore[reportReturnType]
-
-
-class _GatherPieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        pieces = piece.new_empty(group.size(), *piece.shape)
-        dist.all_gather(list(pieces.unbind()), piece.contiguous(), group=group)
-        return pieces
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad[ctx.group.rank()], None
+    return gather_from_sequence_parallel_region(piece, group=group).unflatten(0, (group.size(), -1))

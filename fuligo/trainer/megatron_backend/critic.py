@@ -1,6 +1,5 @@
 """Value model of one rank: the policy's stages with an output layer of one row, its optimizer, and the passes through it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,15 +9,16 @@ from torch import Tensor, nn
 from fuligo.config.groups import TrainFlags
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.models.names import ModelNames, value_names
+from fuligo.trainer.batch import MicroBatch
 from fuligo.trainer.critic import BaseCritic
-from fuligo.trainer.megatron_backend.gradients import Row, cp_group, head_weight, reports, rows_of, run_rows, step_gradients
+from fuligo.trainer.megatron_backend.gradients import Row, compute_scores, head_weight, sum_gradients
 from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.logprobs import gather_tokens
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
-from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import MegatronState, load_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
+from fuligo.trainer.megatron_backend.weights.local import rank_groups
 from fuligo.trainer.objective import Objective, value_objective
 from fuligo.trainer.parameters import DTYPES
 from fuligo.trainer.ranks.settings import CriticSettings, TrainedParameters
@@ -55,11 +55,17 @@ class Critic(BaseCritic):
         self.learner = Learner(chunks, self._model, world, flag="--critic-lr", whose="of the value model")
 
     def values(self, share: ScoreShare) -> dict[int, FloatArray]:
-        return compute_values(self.learner.chunks, share, self._model, self._world.device)
+        return compute_scores(self.learner.chunks, share, self._model, self._world.device, _values).of_tokens
 
     def gradients(self, step: StepShare) -> StepGradients | None:
+        def loss_of(chunk: nn.Module, row: Row, inputs: MicroBatch, hidden: Tensor) -> Objective:
+            return value_objective(_values(chunk, row, hidden), inputs, self.settings.clip)
+
         zero_gradients(self.learner.chunks)
-        return compute_value_gradients(self.learner.chunks, step, self._model, self._world.device, clip=self.settings.clip)
+        found = sum_gradients(self.learner.chunks, step, self._model, self._world.device, loss_of, {})
+        if found is not None:
+            found.sums.shares.pop("moe_balance_loss", None)  # it trains the routers as in the policy, whose loss is the metric
+        return found
 
     def end_rollout(self) -> None:
         super().end_rollout()
@@ -84,54 +90,8 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
     return chunks
 
 
-def compute_value_gradients(
-    chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device, *, clip: float
-) -> StepGradients | None:
-    """Sum the gradients of the value loss into the stages' buffers, and return what `gradients.compute_gradients` returns, without
-    scores. A collective."""
-    samples = step.samples
-    rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
-    results: list[Objective] = []
-
-    def loss_of(chunk: nn.Module, row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        assert row.inputs is not None
-        result = value_objective(_values(chunk, row, hidden), row.inputs, clip)
-        results.append(Objective(result.loss.detach(), result.sums))
-        # With three values and `calculate_per_token_loss`, Megatron does not divide the loss.
-        return result.loss, torch.zeros((), dtype=torch.int), {}
-
-    begin_step(chunks, samples.num_tokens)
-    run_rows(chunks, rows, step.schedule, loss_of, with_gradients=True)
-    take_balance_loss(chunks)  # trains the routers as in the policy, but is not reported as a metric
-    if not reports():
-        return None
-    return step_gradients(rows, results, {})
-
-
-@torch.no_grad()
-def compute_values(
-    chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device
-) -> dict[int, FloatArray]:
-    """Return the [R] values of this replica's samples by position in the whole list; empty if this rank does not report (see `reports`).
-
-    A collective.
-    """
-    rows = rows_of(share.samples, share.schedule, settings, device, inputs_of=lambda _: None)
-    found: dict[int, FloatArray] = {}
-
-    def keep(chunk: nn.Module, row: Row, hidden: Tensor, *, non_loss_data: bool = True) -> None:
-        del non_loss_data
-        values = _values(chunk, row, hidden)
-        if reports() and row.plan.counts:
-            columns = values.cpu().split(row.tokens.response_lengths)
-            found.update((share.positions[i], column.numpy()) for i, column in zip(row.plan.samples, columns, strict=True))
-
-    run_rows(chunks, rows, share.schedule, keep, with_gradients=False)
-    return found
-
-
 def _values(chunk: nn.Module, row: Row, hidden: Tensor) -> Tensor:
     """Return the [N] float32 values of the response tokens, on all TP and CP ranks."""
     packed = row.packed
     own = hidden[packed.local_rows].float() @ head_weight(chunk).float().squeeze(0)
-    return gather_tokens(own, packed.local_ids, len(row.tokens.targets), cp_group())
+    return gather_tokens(own, packed.local_ids, len(row.tokens.targets), rank_groups().context)

@@ -3,14 +3,14 @@
 Gate and up projection are adapted as one matrix. A rank's experts are stacked in one parameter for A and one for B.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
@@ -18,9 +18,6 @@ from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedExperts, AdapterN
 from fuligo.models.experts_adapter import low_rank_products
 from fuligo.models.names import with_expert
 from fuligo.trainer.megatron_backend.weights.local import expert_layers, first_local_expert, rank_groups
-
-LinearOutput = tuple[Tensor, Tensor | None]
-"""Output and bias of one of Megatron's linear layers."""
 
 
 class ExpertsAdapter(nn.Module):
@@ -56,21 +53,17 @@ class ExpertsAdapter(nn.Module):
         ends = torch.tensor(tokens_per_expert, device=inputs.device).cumsum(0).to(torch.int32)
         return low_rank_products(inputs, *self._factors(kind, inputs.dtype), ends) * self._scaling
 
-    def updates(self) -> Iterator[tuple[str, "ExpertUpdate"]]:
+    def updates(self) -> Iterator[tuple[str, "Update"]]:
         """Yield the canonical names and updates of the matrices of this rank's experts."""
+        is_first_copy = rank_groups().expert_copies.rank() == 0
         for kind, matrix in self._matrices.items():
             first = first_local_expert(matrix.num_experts)
-            for number in range(self.num_local):
-                yield with_expert(matrix.weight.megatron, first + number), ExpertUpdate(self, kind, number)
+            for number, (a, b) in enumerate(zip(*(self._stacked(kind, factor).detach() for factor in "AB"), strict=True)):
+                update = Update(partial(self._difference, a, b), len(b) * a.shape[1], is_first_copy)
+                yield with_expert(matrix.weight.megatron, first + number), update
 
-    @torch.no_grad()
-    def update_of(self, kind: str, number: int) -> Tensor:
-        """Return scaling B A of one of this rank's experts, [local outputs, local inputs] float32."""
-        a, b = (self._stacked(kind, factor)[number] for factor in "AB")
+    def _difference(self, a: Tensor, b: Tensor) -> Tensor:
         return (b @ a) * self._scaling
-
-    def is_zero(self, kind: str, number: int) -> bool:
-        return not bool(self._stacked(kind, "B")[number].any())
 
     def _factors(self, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [experts, rank, inputs] and B [experts, outputs, rank] of this rank's experts."""
@@ -86,29 +79,15 @@ class ExpertsAdapter(nn.Module):
 
 
 @dataclass(slots=True, frozen=True)
-class ExpertUpdate:
-    """Update of one matrix of one of this rank's experts, for merging it into the weight."""
+class Update:
+    """Update of this rank's part of one matrix, for merging it into the weight."""
 
-    adapter: ExpertsAdapter
-    kind: str
-    number: int
-
-    def update(self) -> Tensor:
-        return self.adapter.update_of(self.kind, self.number)
-
-    @property
-    def num_elements(self) -> int:
-        a, b = (self.adapter.get_parameter(f"{self.kind}_{factor}") for factor in "AB")
-        return len(b) // self.adapter.num_local * a.shape[1]
-
-    @property
-    def is_first_copy(self) -> bool:
-        """True on exactly one of the ranks that hold the same part of the expert."""
-        return parallel_state.get_expert_data_parallel_rank() == 0
-
-    @property
-    def is_zero(self) -> bool:
-        return self.adapter.is_zero(self.kind, self.number)
+    difference: Callable[[], Tensor]
+    """Function that computes scaling B A, [local outputs, local inputs] float32."""
+    num_elements: int
+    """Number of elements of this rank's parts of the adapted matrices, without other matrices joined in the layer."""
+    is_first_copy: bool
+    """True on exactly one of the ranks that hold the same part."""
 
 
 def add_experts_adapters(chunks: Sequence[nn.Module], names: AdapterNames) -> None:
@@ -125,24 +104,19 @@ def adapt_experts(experts: Any, adapter: ExpertsAdapter, matrices: Sequence[Adap
     for matrix in matrices:
         if isinstance(experts, SequentialMLP):
             for number, expert in enumerate(experts.local_experts):
-                linear = expert.get_submodule(matrix.linear)
-                linear.register_forward_hook(partial(_add_to_expert, adapter, matrix.kind, number), prepend=True)
+                add_to_output(expert.get_submodule(matrix.linear), adapter, partial(adapter.of_expert, matrix.kind, number))
         else:
-            experts.get_submodule(matrix.linear).register_forward_hook(partial(_add_to_all, adapter, matrix.kind), prepend=True)
+            add_to_output(experts.get_submodule(matrix.linear), adapter, partial(adapter.of_all, matrix.kind))
 
 
-def _add_to_expert(
-    adapter: ExpertsAdapter, kind: str, number: int, linear: nn.Module, inputs: tuple[Tensor, ...], output: LinearOutput
-) -> LinearOutput:
-    product, bias = output
-    return (product + adapter.of_expert(kind, number, inputs[0]), bias) if adapter.is_on else output
+def add_to_output(linear: nn.Module, adapter: Any, update_of: Callable[..., Tensor]) -> None:
+    """Add `update_of(*inputs)` to the output of one of Megatron's linear layers while the adapter is on."""
 
+    def add(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        product, bias = output
+        return (product + update_of(*inputs), bias) if adapter.is_on else output
 
-def _add_to_all(
-    adapter: ExpertsAdapter, kind: str, linear: nn.Module, inputs: tuple[Tensor, Sequence[int]], output: LinearOutput
-) -> LinearOutput:
-    product, bias = output
-    return (product + adapter.of_all(kind, *inputs), bias) if adapter.is_on else output
+    linear.register_forward_hook(add, prepend=True)  # first, because other hooks change the gradient of the layer's whole output
 
 
 def _parameter(factor: ExpertsFactor, num_local: int, index: int, count: int, device: torch.device) -> nn.Parameter:

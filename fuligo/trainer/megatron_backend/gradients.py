@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,21 +15,18 @@ from torch import Tensor, nn
 
 from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens
 from fuligo.trainer.logprobs import TokenLogprobs
-from fuligo.trainer.megatron_backend.learner import wait_for
 from fuligo.trainer.megatron_backend.logprobs import gather_predictions, vocab_parallel_logprobs
-from fuligo.trainer.megatron_backend.mtp import mtp_logprobs
 from fuligo.trainer.megatron_backend.packed import PackedRow, pack_row
 from fuligo.trainer.megatron_backend.router import begin_step, take_balance_loss
 from fuligo.trainer.megatron_backend.routing_replay import LayerReplay, RecordedPart, recorded, recorded_parts, replayed, total_changed
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
-from fuligo.trainer.megatron_backend.weights.local import unwrapped
-from fuligo.trainer.metric_sums import MetricSums
+from fuligo.trainer.megatron_backend.weights.local import rank_groups, unwrapped
 from fuligo.trainer.mtp import mtp_loss
 from fuligo.trainer.objective import Objective, objective
 from fuligo.trainer.packing import MicroBatchPlan, MicroBatchSchedule
 from fuligo.trainer.shares import ScoreShare, StepShare
-from fuligo.trainer.step import StepGradients, loss_inputs, num_choices, split_scores, total
-from fuligo.types import TokenScores, TrainSample
+from fuligo.trainer.step import StepGradients, loss_inputs, num_choices, total
+from fuligo.types import FloatArray, TokenScores, TrainSample
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,26 +73,22 @@ def run_rows(
     )
 
 
-def rows_of(
-    samples: Sequence[TrainSample],
-    schedule: MicroBatchSchedule,
-    settings: MegatronTrainerSettings,
-    device: torch.device,
-    *,
-    inputs_of: Callable[[MicroBatchPlan], MicroBatch | None],
-) -> list[Row]:
-    """Pack this rank's part of every micro-batch. `inputs_of` returns a micro-batch's loss inputs, or None in a pass without a loss."""
-    cp_rank = parallel_state.get_context_parallel_rank()
+def rows_of(share: ScoreShare | StepShare, settings: MegatronTrainerSettings, device: torch.device) -> list[Row]:
+    """Pack this rank's part of every micro-batch."""
+    cp_rank = rank_groups().context.rank()
     rows: list[Row] = []
-    for plan in schedule.plans:
-        inputs = inputs_of(plan)
-        tokens = pack_tokens([samples[i] for i in plan.samples], device, shared=plan.shared) if inputs is None else inputs.tokens
+    for plan in share.schedule.plans:
+        if isinstance(share, StepShare):
+            inputs = share.samples.micro_batch(plan, device)
+            tokens = inputs.tokens
+        else:
+            inputs, tokens = None, pack_tokens([share.samples[i] for i in plan.samples], device, shared=plan.shared)
         packed = pack_row(
             tokens,
             settings.layout,
             cp_rank,
             pad_multiple=settings.pad_multiple_tokens,
-            num_tokens=schedule.num_tokens,
+            num_tokens=share.schedule.num_tokens,
             num_mtp_layers=settings.num_mtp_layers if inputs is not None and settings.mtp.enable_mtp_training else 0,
             counts=plan.counts,
         )
@@ -103,33 +96,12 @@ def rows_of(
     return rows
 
 
-def step_gradients(rows: Sequence[Row], objectives: Sequence[Objective], scores: dict[int, TokenScores]) -> StepGradients:
-    """Return the results of a step whose rows had these losses. `num_shared` are tokens not computed again because samples share them."""
-    counted = [row.tokens for row in rows if row.plan.counts]
-    num_tokens = sum(tokens.num_sample_tokens for tokens in counted)
-    losses = torch.stack([of_row.loss for of_row in objectives])
-    num_shared = num_tokens - sum(tokens.num_tokens for tokens in counted)
-    return StepGradients(total([of_row.sums for of_row in objectives]), losses, scores, num_tokens, num_shared)
-
-
 def head_weight(chunk: nn.Module) -> Tensor:
+    """Return the weight of the output layer, gathered: it is used outside of its module, whose forward pass alone would wait for that."""
     weight = unwrapped(chunk).head_weight
-    if isinstance(chunk, DistributedDataParallel):
-        wait_for(chunk, weight)
+    if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
+        chunk.param_to_bucket_group[weight].finish_param_sync()
     return weight
-
-
-def tp_group() -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
-
-
-def model_group() -> dist.ProcessGroup:
-    """Return the group of all TP and PP ranks of a replica with the same context-parallel rank."""
-    return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
-
-
-def cp_group() -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 Routing = Literal["own", "recorded", "replayed"]
@@ -141,8 +113,8 @@ choices recorded in the samples ("replayed")."""
 class Scores:
     """Scores of samples on one rank, by position in the list of all replicas' samples."""
 
-    of_tokens: dict[int, TokenScores] = field(default_factory=dict)
-    """Log-probabilities and entropies of this replica's samples; empty if this rank does not report (see `reports`)."""
+    of_tokens: dict[int, FloatArray] = field(default_factory=dict)
+    """[R] scores of this replica's samples; empty if this rank does not report (see `reports`)."""
     routing: dict[int, RecordedPart] = field(default_factory=dict)
     """Recorded router choices for this rank's tokens and layers; empty if they were not recorded."""
 
@@ -150,64 +122,103 @@ class Scores:
 def compute_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> StepGradients | None:
-    """Compute the gradients of an optimizer step's loss in the stages' zeroed buffers, summed over data-parallel ranks. A collective.
-
-    Return this replica's results on the reporting rank (see `reports`), None on other ranks.
-    """
-    samples = step.samples
-    rows = rows_of(samples.samples, step.schedule, settings, device, inputs_of=lambda plan: samples.micro_batch(plan, device))
-    objectives: list[Objective] = []
+    """Compute the gradients of the policy's loss like `sum_gradients`."""
     scores: dict[int, TokenScores] = {}
 
-    def loss_of(chunk: nn.Module, row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        assert row.inputs is not None
-        outputs = _logprobs(chunk, row, hidden, settings)
-        result = objective(loss_inputs(row.inputs, outputs, settings.loss), settings.loss)
-        loss = result.loss
-        if settings.mtp.enable_mtp_training:
-            loss = loss + settings.mtp.mtp_loss_scaling_factor * _mtp_loss(chunk, row, hidden, settings, result.sums)
-        objectives.append(Objective(loss.detach(), result.sums))
+    def loss_of(chunk: nn.Module, row: Row, inputs: MicroBatch, hidden: Tensor) -> Objective:
+        outputs = response_logprobs(chunk, row, hidden, settings)
+        result = objective(loss_inputs(inputs, outputs, settings.loss), settings.loss)
         if reports():
-            scores.update(samples.scores(row.plan, row.tokens, outputs))
+            scores.update(step.samples.scores(row.plan, row.tokens, outputs))
+        if not settings.mtp.enable_mtp_training:
+            return result
+        of_layers = _mtp_loss(chunk, row, inputs, hidden, settings)
+        whole = of_layers.detach().clone()
+        dist.all_reduce(whole, group=rank_groups().context)
+        result.sums.shares["mtp_loss"] = whole
+        return Objective(result.loss + settings.mtp.mtp_loss_scaling_factor * of_layers, result.sums)
+
+    return sum_gradients(chunks, step, settings, device, loss_of, scores)
+
+
+def sum_gradients(
+    chunks: Sequence[nn.Module],
+    step: StepShare,
+    settings: MegatronTrainerSettings,
+    device: torch.device,
+    loss_of: Callable[[nn.Module, Row, MicroBatch, Tensor], Objective],
+    scores: dict[int, TokenScores],
+) -> StepGradients | None:
+    """Sum the gradients of an optimizer step's loss in the stages' zeroed buffers, and over data-parallel ranks. A collective.
+
+    Return this replica's results on the reporting rank (see `reports`), None on other ranks.
+
+    Args:
+        loss_of: function that computes a row's loss on the last stage from the stage, the row, its inputs and its hidden states.
+        scores: scores that `loss_of` fills in.
+    """
+    samples, rows = step.samples, rows_of(step, settings, device)
+    objectives: list[Objective] = []
+
+    def run(chunk: nn.Module, row: Row, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        assert row.inputs is not None
+        result = loss_of(chunk, row, row.inputs, hidden)
+        objectives.append(Objective(result.loss.detach(), result.sums))
         # With three values and `calculate_per_token_loss`, Megatron does not divide the loss.
-        return loss, torch.zeros((), dtype=torch.int), {}
+        return result.loss, torch.zeros((), dtype=torch.int), {}
 
     begin_step(chunks, samples.num_tokens)
+    replays_routing = settings.routing is not None and samples.num_choices > 0
     with _replayed(chunks, rows, samples.samples, settings) as replays:
-        run_rows(chunks, rows, step.schedule, loss_of, with_gradients=True)
+        run_rows(chunks, rows, step.schedule, run, with_gradients=True)
     balance_loss = take_balance_loss(chunks)
-    changed = total_changed(replays.values(), device, [model_group(), cp_group()]) if samples.num_choices else None
+    groups = rank_groups()
+    changed = total_changed(replays.values(), device, [groups.model, groups.context]) if replays_routing else None
     if not reports():
         return None
-    gradients = step_gradients(rows, objectives, scores)
+    sums = total([of_row.sums for of_row in objectives])
     if balance_loss is not None:
-        gradients.sums.shares["moe_balance_loss"] = balance_loss
+        sums.shares["moe_balance_loss"] = balance_loss
     if changed is not None:
-        gradients.sums.shares["routing_replay_changed"] = changed / samples.num_choices
-    return gradients
+        sums.shares["routing_replay_changed"] = changed / samples.num_choices
+    counted = [row.tokens for row in rows if row.plan.counts]
+    num_tokens = sum(tokens.num_sample_tokens for tokens in counted)
+    losses = torch.stack([of_row.loss for of_row in objectives])
+    return StepGradients(sums, losses, scores, num_tokens, num_tokens - sum(tokens.num_tokens for tokens in counted))
 
 
 @torch.no_grad()
 def compute_scores(
-    chunks: Sequence[nn.Module], share: ScoreShare, settings: MegatronTrainerSettings, device: torch.device, *, routing: Routing = "own"
+    chunks: Sequence[nn.Module],
+    share: ScoreShare,
+    settings: MegatronTrainerSettings,
+    device: torch.device,
+    values_of: Callable[[nn.Module, Row, Tensor], Tensor],
+    *,
+    routing: Routing = "own",
 ) -> Scores:
-    """Compute log-probabilities and entropies of this replica's response tokens; record the routers' choices if requested. A collective."""
+    """Score this replica's response tokens; record the routers' choices if requested. A collective.
+
+    Args:
+        values_of: function that computes the [N] scores of a row on the last stage from the stage, the row and its hidden states.
+    """
     samples, schedule, positions = share.samples, share.schedule, share.positions
-    rows = rows_of(samples, schedule, settings, device, inputs_of=lambda _: None)
-    scores: dict[int, TokenScores] = {}
+    rows = rows_of(share, settings, device)
+    scores: dict[int, FloatArray] = {}
 
     def keep(chunk: nn.Module, row: Row, hidden: Tensor, *, non_loss_data: bool = True) -> None:
         del non_loss_data
-        outputs = _logprobs(chunk, row, hidden, settings)
+        values = values_of(chunk, row, hidden)
         if reports() and row.plan.counts:
-            scores.update(zip([positions[i] for i in row.plan.samples], split_scores(row.tokens, outputs)))
+            columns = values.cpu().split(row.tokens.response_lengths)
+            scores.update((positions[i], column.numpy()) for i, column in zip(row.plan.samples, columns, strict=True))
 
     if routing == "recorded":
         assert settings.routing is not None
         with recorded(chunks, settings.routing) as records:
             run_rows(chunks, rows, schedule, keep, with_gradients=False)
         own = [(row.packed, row.tokens, [positions[i] for i in row.plan.samples if row.plan.counts]) for row in rows]
-        return Scores(scores, recorded_parts(records, own, tp_group(), sequence_parallel=settings.layout.sequence_parallel))
+        return Scores(scores, recorded_parts(records, own, rank_groups().tensor, sequence_parallel=settings.layout.sequence_parallel))
     with _replayed(chunks, rows, samples if routing == "replayed" else [], settings):
         run_rows(chunks, rows, schedule, keep, with_gradients=False)
     return Scores(scores)
@@ -220,39 +231,36 @@ def _replayed(
     if settings.routing is None or not num_choices(samples):
         return nullcontext({})
     of_rows = [[samples[i] for i in row.plan.samples] for row in rows]
-    return replayed(chunks, [row.packed for row in rows], [row.tokens for row in rows], of_rows, settings.routing, tp_group())
+    group = rank_groups().tensor
+    return replayed(chunks, [row.packed for row in rows], [row.tokens for row in rows], of_rows, settings.routing, group)
 
 
-def _logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings) -> TokenLogprobs:
+def response_logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings) -> TokenLogprobs:
     """Return the [N] log-probabilities and entropies of the response tokens, on all TP and CP ranks."""
-    packed = row.packed
-    local = vocab_parallel_logprobs(
-        hidden[packed.local_rows],
-        head_weight(chunk),
-        row.tokens.targets[packed.local_ids],
-        temperature=settings.temperature,
-        chunk_tokens=settings.chunk_tokens,
-        num_vocab=settings.model_flags["vocab_size"],
-        tp_group=tp_group(),
-    )
-    return gather_predictions(local, packed.local_ids, len(row.tokens.targets), cp_group())
+    packed, targets = row.packed, row.tokens.targets
+    own = _logprobs(hidden[packed.local_rows], head_weight(chunk), targets[packed.local_ids], settings, settings.temperature)
+    return gather_predictions(own, packed.local_ids, len(targets), rank_groups().context)
 
 
-def _mtp_loss(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings, sums: MetricSums) -> Tensor:
-    """Return this context-parallel rank's part of the MTP layers' loss, and add the whole loss to the metrics `sums`."""
-    assert row.inputs is not None
-    head = head_weight(chunk)
-    logprobs = mtp_logprobs(
+def _logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, settings: MegatronTrainerSettings, temperature: float) -> TokenLogprobs:
+    return vocab_parallel_logprobs(
         hidden,
-        head if settings.mtp.mtp_joint_training else head.detach(),
-        row.packed,
-        row.tokens.targets,
+        weight,
+        targets,
+        temperature=temperature,
         chunk_tokens=settings.chunk_tokens,
         num_vocab=settings.model_flags["vocab_size"],
-        tp_group=tp_group(),
+        tp_group=rank_groups().tensor,
     )
-    loss = mtp_loss(logprobs, row.packed.later, row.inputs.weights)
-    whole = loss.detach().clone()
-    dist.all_reduce(whole, group=cp_group())
-    sums.shares["mtp_loss"] = whole
-    return loss
+
+
+def _mtp_loss(chunk: nn.Module, row: Row, inputs: MicroBatch, hidden: Tensor, settings: MegatronTrainerSettings) -> Tensor:
+    """Return this context-parallel rank's part of the MTP layers' loss. `hidden`: [(1 + K) * L, E] result of `PolicyModel.run`."""
+    packed, targets = row.packed, row.tokens.targets
+    weight = head_weight(chunk) if settings.mtp.mtp_joint_training else head_weight(chunk).detach()
+    states = hidden.split(packed.input_ids.size(1))[1:]
+    logprobs = (
+        _logprobs(of_layer[later.local_rows], weight, targets[later.local_ids], settings, temperature=1.0).logprobs
+        for of_layer, later in zip(states, packed.later, strict=True)
+    )
+    return mtp_loss(logprobs, packed.later, inputs.weights)

@@ -47,18 +47,24 @@ def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False)
     )
 
 
+def new_weight(config: MLATransformerConfig, num_rows: int, num_columns: int, *generator: str) -> nn.Parameter:
+    """Create a weight on the device, initialized with Megatron's random state `generator`; default: the TP rank's own."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device))
+    if config.perform_initialization:
+        tracker = get_cuda_rng_tracker()
+        assert config.init_method is not None and tracker is not None
+        with tracker.fork(*generator):
+            config.init_method(weight)
+    return weight
+
+
 class DownProjection(nn.Module):
     """Linear layer replicated on all TP ranks, like TransformerEngine's "duplicated" one: `[tokens, in] -> [tokens, out]`."""
 
     def __init__(self, in_features: int, out_features: int, config: MLATransformerConfig) -> None:
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=config.params_dtype, device=device))
-        if config.perform_initialization:
-            tracker = get_cuda_rng_tracker()
-            assert config.init_method is not None and tracker is not None
-            with tracker.fork(get_data_parallel_rng_tracker_name()):  # the same values on every TP rank
-                config.init_method(self.weight)
+        self.weight = new_weight(config, out_features, in_features, get_data_parallel_rng_tracker_name())  # the same on every TP rank
         # Under sequence parallelism each rank sees only its part of the tokens, so Megatron must sum the gradient over the TP ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 

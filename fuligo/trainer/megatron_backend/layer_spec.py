@@ -1,7 +1,6 @@
 """Specs of a model's layers: TransformerEngine's modules on CUDA, else Megatron's local modules with packed attention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
@@ -33,32 +32,14 @@ from fuligo.trainer.megatron_backend.sparse_latent_attention import sparse_laten
 Add = Callable[[OutputWithBias, Tensor, float], Tensor]
 
 
-@dataclass
-class SandwichLayerSubmodules(TransformerLayerSubmodules):
-    """Submodules of a layer that also has norms after attention and after the MLP."""
-
-    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
-    post_mlp_layernorm: ModuleSpec | type = IdentityOp
-
-
-def sandwich(submodules: TransformerLayerSubmodules, norm: type) -> ModuleSpec:
-    """Return the spec of a `SandwichLayer` with these modules and two additional norms."""
-    given = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
-    return ModuleSpec(SandwichLayer, submodules=SandwichLayerSubmodules(**given, post_self_attn_layernorm=norm, post_mlp_layernorm=norm))
-
-
 class SandwichLayer(TransformerLayer):
     """Layer with four norms: before and after attention, before and after the MLP."""
 
-    def __init__(self, config: TransformerConfig, submodules: SandwichLayerSubmodules, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, submodules, *args, **kwargs)
-
-        def norm(spec: ModuleSpec | type) -> nn.Module:
-            built: Any = build_module(spec, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-            return built
-
-        self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
-        self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
+    def __init__(self, config: TransformerConfig, *args: Any, norm: type, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (
+            norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon) for _ in range(2)
+        )
         self.self_attn_bda = _norm_and_add(self.post_self_attn_layernorm)
         self.mlp_bda = _norm_and_add(self.post_mlp_layernorm)
 
@@ -202,7 +183,7 @@ def layer_spec(
         mlp_bda=add,
     )
     if settings.model_flags.get("post_self_attn_layernorm") or settings.model_flags.get("post_mlp_layernorm"):
-        return sandwich(submodules, norm)
+        return ModuleSpec(SandwichLayer, params={"norm": norm}, submodules=submodules)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 

@@ -18,7 +18,7 @@ from fuligo.trainer.megatron_backend.model import PolicyModel
 from fuligo.trainer.megatron_backend.parts import allocate_state
 from fuligo.trainer.megatron_backend.router import move_corrections
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
-from fuligo.trainer.megatron_backend.weights.local import local_weights
+from fuligo.trainer.megatron_backend.weights.local import local_weights, unwrapped
 from fuligo.trainer.parameters import DTYPES, trained_names
 from fuligo.trainer.ranks.settings import OptimizerSettings, TrainedParameters
 from fuligo.trainer.ranks.world import World
@@ -174,6 +174,20 @@ class Learner:
         """Allocate moments that do not exist yet; Adam does so in its first step."""
         allocate_state(self.optimizer)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the weights and buffers of the stages, and all tensors of the optimizer."""
+        models = [unwrapped(chunk) for chunk in self.chunks]
+        weights = [tensor.detach() for model in models for tensor in (*model.parameters(), *model.buffers())]
+        groups = [parameter.detach() for group in self.optimizer.param_groups for parameter in group["params"]]
+        by_parameter = [part.optimizer.state.values() for part in self.optimizer.chained_optimizers if part.optimizer is not None]
+        states = [value for states in by_parameter for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*weights, *groups, *states]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return the tensors in which gradients are accumulated."""
+        buffers: list[Any] = [buffer for chunk in self.chunks for buffer in (chunk.buffers, chunk.expert_parallel_buffers)]
+        return [buffer.grad_data for part in buffers for buffer in part]
+
 
 def wrap(chunks: Sequence[PolicyModel], settings: MegatronTrainerSettings) -> list[DistributedDataParallel]:
     """Wrap the stages in DistributedDataParallel, whose gradient buffers Megatron's schedules synchronize.
@@ -208,12 +222,6 @@ def _finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **option
     """Finalize a step's gradients as Megatron does, but without dividing them by the number of tokens."""
     del num_tokens
     finalize_model_grads(model, None, **options)
-
-
-def wait_for(chunk: DistributedDataParallel, weight: Tensor) -> None:
-    """Wait until a weight is gathered. Only its module's forward pass would wait, but this weight is used outside of its module."""
-    if chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
-        chunk.param_to_bucket_group[weight].finish_param_sync()
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -13,13 +13,13 @@ from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedMatrix, AdapterNames
 from fuligo.models.names import Form, Weight
-from fuligo.trainer.megatron_backend.experts_lora import ExpertsAdapter, ExpertUpdate, add_experts_adapters
+from fuligo.trainer.megatron_backend.experts_lora import ExpertsAdapter, Update, add_experts_adapters, add_to_output
 from fuligo.trainer.megatron_backend.parts import held_weights
 from fuligo.trainer.megatron_backend.weights.forms import qkv_group_sizes
 from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_groups, unwrapped
@@ -70,27 +70,16 @@ class LinearAdapter(nn.Module):
         parts = zip(self._kinds, hidden.split(self._rank, dim=-1), strict=True)
         return self._outputs.join({kind: F.linear(part, self._factor(kind, "B").to(inputs.dtype)) for kind, part in parts})
 
+    def update(self) -> Update:
+        """Return the update of this rank's part of the layer's weight."""
+        num_elements = sum(len(self._factor(kind, "B")) * self._factor(kind, "A").shape[1] for kind in self._kinds)
+        holds_own_part = self._split is not Split.NOTHING or self._group.rank() == 0
+        return Update(self._difference, num_elements, is_first_copy=holds_own_part and rank_groups().copies.rank() == 0)
+
     @torch.no_grad()
-    def update(self) -> Tensor:
-        """Return scaling B A, [local outputs, local inputs] float32."""
+    def _difference(self) -> Tensor:
         updates = {kind: (self._factor(kind, "B") @ self._factor(kind, "A")).T for kind in self._kinds}
         return self._outputs.join(updates).T * self._scaling
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of this rank's parts of the adapted matrices, without other matrices joined in the layer."""
-        return sum(len(self._factor(kind, "B")) * self._factor(kind, "A").shape[1] for kind in self._kinds)
-
-    @property
-    def is_first_copy(self) -> bool:
-        """True on exactly one of the ranks that hold the same part of the layer."""
-        is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        return is_first_replica and (self._split is not Split.NOTHING or self._group.rank() == 0)
-
-    @property
-    def is_zero(self) -> bool:
-        """True if this rank's update is zero, as before the first step."""
-        return not any(bool(self._factor(kind, "B").any()) for kind in self._kinds)
 
     def _factor(self, kind: str, factor: str) -> Tensor:
         return self.get_parameter(f"{kind}_{factor}")
@@ -131,8 +120,7 @@ def add_adapters(chunks: Sequence[nn.Module], names: AdapterNames, *, seed: int)
             # TransformerEngine would refuse the adapter's float32: at its first call a layer compares the types of parameters and input.
             if hasattr(linear, "activation_dtype"):
                 cast(Any, linear).activation_dtype = cast(Tensor, linear.weight).dtype
-            # `prepend`, because other hooks change the gradient of the layer's whole output.
-            linear.register_forward_hook(_add_update, prepend=True)
+            add_to_output(linear, adapter, adapter)
     add_experts_adapters(chunks, names)
     for chunk in map(unwrapped, chunks):
         if chunk.pre_process and chunk.config.recompute_granularity is not None:
@@ -154,15 +142,11 @@ def adapters(chunks: Sequence[nn.Module]) -> Iterator[LinearAdapter | ExpertsAda
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, (LinearAdapter, ExpertsAdapter)))
 
 
-Update = LinearAdapter | ExpertUpdate
-"""Update of this rank's part of one matrix."""
-
-
 def local_updates(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Update]]:
     """Yield the canonical names and updates of this rank's adapted matrices."""
     for name, linear in linear_layers(chunks):
         if isinstance(adapter := getattr(linear, ADAPTER_MODULE, None), LinearAdapter):
-            yield name, adapter
+            yield name, adapter.update()
     for adapter in adapters(chunks):
         if isinstance(adapter, ExpertsAdapter):
             yield from adapter.updates()
@@ -191,13 +175,6 @@ def dropout_on(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in linear:
             adapter.drops = False
-
-
-def _add_update(linear: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    adapter = linear.get_submodule(ADAPTER_MODULE)
-    product, bias = output
-    assert isinstance(adapter, LinearAdapter)
-    return (product + adapter(inputs[0]), bias) if adapter.is_on else output
 
 
 def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuligo.trainer.megatron_backend.layer_spec import block_spec, modules_for, mtp_spec, sum_expert_gradients_over_copies
-from fuligo.trainer.megatron_backend.model_config import is_tied, padded_vocab_size, transformer_config
+from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, transformer_config
 from fuligo.trainer.megatron_backend.mtp import cut_off, predict, without_gradient
 from fuligo.trainer.megatron_backend.packed import PackedRow
 from fuligo.trainer.megatron_backend.provider import provided_model, require_weights
@@ -123,18 +123,13 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         chunk.embedding_scale = settings.numerics.embedding_scale
         if chunk.mtp_process and not settings.mtp.enable_mtp_training:
             chunk.mtp.requires_grad_(False)
-        if settings.fuses_gradient_sums:
-            fuse_gradient_sums(chunk)
+        # TransformerEngine's linear layers accumulate into `main_grad` in the GEMM, without a separate gradient per micro-batch.
+        for module in chunk.modules() if settings.fuses_gradient_sums else ():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks
-
-
-def fuse_gradient_sums(chunk: nn.Module) -> None:
-    """Make TransformerEngine's linear layers accumulate into `main_grad` in the GEMM, without a separate gradient per micro-batch."""
-    for module in chunk.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
 
 
 def _build_stage(settings: MegatronTrainerSettings, config: Any, vp_stage: int | None) -> PolicyModel:
@@ -161,7 +156,7 @@ def _default_stage(settings: MegatronTrainerSettings, config: Any, is_first: boo
         max_sequence_length=flags["max_position_embeddings"],
         pre_process=is_first,
         post_process=is_last,
-        share_embeddings_and_output_weights=is_tied(flags),
+        share_embeddings_and_output_weights=not flags.get("untie_embeddings_and_output_weights", False),
         position_embedding_type="rope",
         rotary_percent=flags.get("rotary_percent", 1.0),
         rotary_base=flags.get("rotary_base", 10_000),

@@ -70,11 +70,6 @@ def padded_vocab_size(settings: MegatronTrainerSettings) -> int:
     return -(-settings.model_flags["vocab_size"] // tp) * tp
 
 
-def is_tied(flags: Mapping[str, Any]) -> bool:
-    """Return whether output layer and embedding are tied."""
-    return not flags.get("untie_embeddings_and_output_weights", False)
-
-
 def gelu_tanh(values: Tensor) -> Tensor:
     """Return GELU's tanh approximation."""
     return F.gelu(values, approximate="tanh")
@@ -203,5 +198,5 @@ def _computation(settings: MegatronTrainerSettings) -> Fields:
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,  # done by `model.fuse_gradient_sums`; Megatron's layers would need apex
+        "gradient_accumulation_fusion": False,  # done by `model.build_chunks`; Megatron's layers would need apex
     }

@@ -4,10 +4,9 @@ Megatron-Core's layers (transformer/multi_token_prediction.py) are used, but tok
 shift communicates with context-parallel neighbors for every sequence, and its loss has no token weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,7 +20,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from fuligo.errors import ConfigError
-from fuligo.trainer.megatron_backend.logprobs import vocab_parallel_logprobs
 from fuligo.trainer.megatron_backend.packed import PackedRow
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 
@@ -115,26 +113,3 @@ def cut_off(hidden: Tensor) -> Tensor:
 def without_gradient(values: Tensor) -> Tensor:
     """Return the same values, through which the backward pass sends a gradient of 0."""
     return torch.where(torch.ones((), dtype=torch.bool, device=values.device), values.detach(), values)
-
-
-def mtp_logprobs(
-    hidden: Tensor, weight: Tensor, row: PackedRow, targets: Tensor, *, chunk_tokens: int, num_vocab: int, tp_group: dist.ProcessGroup
-) -> Iterator[Tensor]:
-    """Yield, for each MTP layer, the [m] log-probabilities of the response tokens `local_ids` of its entry in `row.later`.
-
-    Args:
-        hidden: [(1 + K) * L, E] result of `PolicyModel.run` for `row`.
-        weight: [V' / tp, E] weight of the output layer; detached if the MTP loss does not train it.
-        targets: [N] response tokens of the micro-batch.
-    """
-    length = row.input_ids.size(1)
-    for number, tokens in enumerate(row.later, start=1):
-        yield vocab_parallel_logprobs(
-            hidden[number * length + tokens.local_rows],
-            weight,
-            targets[tokens.local_ids],
-            temperature=1.0,
-            chunk_tokens=chunk_tokens,
-            num_vocab=num_vocab,
-            tp_group=tp_group,
-        ).logprobs

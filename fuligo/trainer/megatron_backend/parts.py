@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
@@ -16,7 +14,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.shards import Shard
 from fuligo.models.adapter_names import ExpertsFactor
 from fuligo.models.names import EMBEDDING, Form, ModelNames, Weight
-from fuligo.trainer.megatron_backend.weights.local import first_local_expert, tensors_of
+from fuligo.trainer.megatron_backend.weights.local import first_local_expert, rank_groups, tensors_of
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 """Tensors stored in float32 for every trained weight; `param` is the weight itself."""
@@ -130,7 +128,7 @@ def held_weights(chunks: Sequence[nn.Module], names: ModelNames) -> list[LocalWe
         else:
             parts, is_split = local_parts(weight, tensor, index, count), weight.is_vocabulary or tensor.shape != weight.shape
         is_first_copy = (is_split or index == 0) and (
-            weight.megatron != EMBEDDING or parallel_state.get_pipeline_model_parallel_rank() == 0  # the last stage may hold a copy
+            weight.megatron != EMBEDDING or rank_groups().pipeline.rank() == 0  # the last stage may hold a copy
         )
         found.append(LocalWeight(name, weight, tensor, parts, is_first_copy, data_parallel))
     return found
@@ -249,11 +247,8 @@ def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]
 
 def _place(weight: Weight) -> tuple[int, int, tuple[int, int]]:
     """Return rank and size of the group that may split the weight, and (rank, size) of the data-parallel group with copies of it."""
-    if weight.expert is None and not isinstance(weight, ExpertsFactor):
-        sharing = parallel_state.get_tensor_model_parallel_group()
-        copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    else:
-        sharing = parallel_state.get_expert_tensor_parallel_group()
-        copies = parallel_state.get_expert_data_parallel_group()
-    assert isinstance(sharing, dist.ProcessGroup) and isinstance(copies, dist.ProcessGroup)
+    groups = rank_groups()
+    sharing, copies = groups.tensor, groups.copies
+    if weight.expert is not None or isinstance(weight, ExpertsFactor):
+        sharing, copies = groups.expert_tensor, groups.expert_copies
     return sharing.rank(), sharing.size(), (copies.rank(), copies.size())

@@ -12,7 +12,6 @@ from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from fuligo.errors import ConfigError
 from fuligo.quantities import count
 from fuligo.trainer.megatron_backend.packed import PackedRow
+from fuligo.trainer.megatron_backend.weights.local import rank_groups
 
 _FLOAT32_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 
@@ -170,8 +170,9 @@ def take_balance_loss(chunks: Iterable[nn.Module]) -> Tensor | None:
     for router in routers(chunks):
         total += router.balance_loss
         router.balance_loss = torch.zeros(())
-    for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
-        dist.all_reduce(total, group=cast(dist.ProcessGroup, group))
+    groups = rank_groups()
+    for group in (groups.model, groups.context):
+        dist.all_reduce(total, group=group)
     return total
 
 

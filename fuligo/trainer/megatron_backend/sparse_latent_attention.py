@@ -14,7 +14,6 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from fuligo.errors import ConfigError
 from fuligo.trainer.megatron_backend.core_attention import gather_pieces
-from fuligo.trainer.megatron_backend.latent_attention import LatentAttention, SumGradient, latent_attention
+from fuligo.trainer.megatron_backend.latent_attention import LatentAttention, SumGradient, latent_attention, new_weight
 from fuligo.trainer.megatron_backend.packed import RowSequences
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.megatron_backend.sparse_attention import RowPlaces, attend, choose_tokens, row_places
@@ -87,15 +86,8 @@ class UpProjection(nn.Module):
         super().__init__()
         self.shape = (num_heads, config.qk_head_dim + config.v_head_dim, config.kv_lora_rank)
         self.key_size = config.qk_head_dim
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        rows = self.shape[0] * self.shape[1]
-        self.weight = nn.Parameter(torch.empty(rows, config.kv_lora_rank, dtype=config.params_dtype, device=device))
+        self.weight = new_weight(config, self.shape[0] * self.shape[1], config.kv_lora_rank)
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-        if config.perform_initialization:
-            tracker = get_cuda_rng_tracker()
-            assert config.init_method is not None and tracker is not None
-            with tracker.fork():
-                config.init_method(self.weight)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the parts for keys [H / tp, key size, R] and for values [H / tp, value size, R]."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuligo.errors import ConfigError
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed
@@ -24,8 +24,7 @@ from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.megatron_backend.adapted_weights import AdaptedStages, load_adapter
 from fuligo.trainer.megatron_backend.cpu import run_on_cpu
 from fuligo.trainer.megatron_backend.critic import Critic
-from fuligo.trainer.megatron_backend.gradients import Routing, Scores, compute_gradients, compute_scores
-from fuligo.trainer.megatron_backend.host_memory import HostWeights, drop_fp8_weights, gradient_tensors, state_tensors
+from fuligo.trainer.megatron_backend.gradients import Routing, Row, Scores, compute_gradients, compute_scores, response_logprobs
 from fuligo.trainer.megatron_backend.learner import Learner, freeze_parameters, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.lora import adapter_off, add_adapters, dropout_on
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
@@ -34,6 +33,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.megatron_backend.state import CheckpointWriter, MegatronState, SavedAdapter, load_weights, restore_state
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
+from fuligo.trainer.megatron_backend.weights.local import local_weights
 from fuligo.trainer.parameters import DTYPES, require_trained_mtp, sync_dtype
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.ranks.worker import RankWorker
@@ -78,6 +78,30 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
 def leave_megatron() -> None:
     """Destroy Megatron's process groups, so that the process can use another layout. Call it before the default group is destroyed."""
     parallel_state.destroy_model_parallel()
+
+
+class HostWeights:
+    """Weights of another model of the same architecture, kept in host memory until they are swapped with the weights on the device."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        pinned = torch.cuda.is_available()
+        self.tensors: Mapping[str, Tensor] = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for name, tensor in local_weights(chunks).items()
+        }
+        self.copy_from(chunks)
+
+    @torch.no_grad()
+    def copy_from(self, chunks: Sequence[nn.Module]) -> None:
+        for name, tensor in local_weights(chunks).items():
+            self.tensors[name].copy_(tensor)
+
+    @torch.no_grad()
+    def exchange(self, chunks: Sequence[nn.Module]) -> None:
+        """Swap these weights with those of the stages. Calling it twice restores both bit for bit."""
+        for name, tensor in local_weights(chunks).items():
+            present = tensor.clone()
+            tensor.copy_(self.tensors[name])
+            self.tensors[name].copy_(present)
 
 
 class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights]):
@@ -149,8 +173,8 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             restore_state(place, state, self.world)
 
     def offload(self) -> None:
-        for learner in self._learners():
-            drop_fp8_weights(learner.chunks)
+        for module in (module for learner in self._learners() for chunk in learner.chunks for module in chunk.modules()):
+            getattr(module, "_fp8_workspaces", {}).clear()  # TransformerEngine's FP8 copies of weights; the next pass makes new ones
         super().offload()
 
     def close(self) -> None:
@@ -185,7 +209,10 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         return HostWeights(chunks)
 
     def _scores(self, share: ScoreShare, *, routing: Routing) -> Scores:
-        return compute_scores(self.chunks, share, self.settings, self.world.device, routing=routing)
+        def logprobs_of(chunk: nn.Module, row: Row, hidden: Tensor) -> Tensor:
+            return response_logprobs(chunk, row, hidden, self.settings).logprobs
+
+        return compute_scores(self.chunks, share, self.settings, self.world.device, logprobs_of, routing=routing)
 
     def _with_routing(self, scores: list[SampleScores], parts_of_ranks: Sequence[Mapping[int, RecordedPart]]) -> list[SampleScores]:
         if not any(parts_of_ranks):
@@ -196,11 +223,11 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         return [replace(of_sample, routed_experts=assemble(parts, shape)) for of_sample, parts in zip(scores, parts_of, strict=True)]
 
     def _policy_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
-        return _logprobs(self._scores(share, routing="own"))
+        return self._scores(share, routing="own").of_tokens
 
     def _old_logprobs(self, share: ScoreShare) -> tuple[dict[int, FloatArray], Mapping[int, RecordedPart]]:
         old = self._scores(share, routing="recorded" if self.settings.records_routing else "replayed")
-        return _logprobs(old), old.routing
+        return old.of_tokens, old.routing
 
     def _logprobs_of(self, model: HostWeights, share: ScoreShare) -> dict[int, FloatArray]:
         """Return the log-probabilities of a reference or teacher model, without routing replay."""
@@ -228,10 +255,10 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         reference.copy_from(self.chunks)
 
     def _kept_tensors(self) -> list[Tensor]:
-        return [tensor for learner in self._learners() for tensor in state_tensors(learner.chunks, learner.optimizer)]
+        return [tensor for learner in self._learners() for tensor in learner.tensors()]
 
     def _dropped_tensors(self) -> list[Tensor]:
-        return [tensor for learner in self._learners() for tensor in gradient_tensors(learner.chunks)]
+        return [tensor for learner in self._learners() for tensor in learner.gradient_buffers()]
 
     def _states(self, directory: Path) -> dict[Path, MegatronState]:
         """Return the states by directory: the checkpoint of the value model is a subdirectory of the policy's."""
@@ -243,7 +270,3 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
             )
         }
         return states if self.critic is None else states | {directory / VALUE_MODEL: self.critic.state()}
-
-
-def _logprobs(scores: Scores) -> dict[int, FloatArray]:
-    return {i: of_sample.logprobs for i, of_sample in scores.of_tokens.items()}

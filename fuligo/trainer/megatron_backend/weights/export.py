@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -29,7 +29,7 @@ def named_weights(
     names: ModelNames,
     *,
     dtype: torch.dtype,
-    local: Mapping[str, Tensor] | None = None,
+    part_of: Callable[[str], Tensor] | None = None,
     gather_bytes: int = GATHER_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and full tensors of the Hugging Face checkpoint on every rank, each once and in the same order on all ranks.
@@ -40,14 +40,14 @@ def named_weights(
     Args:
         names: names of the model's weights, or of its adapter.
         dtype: data type of the tensors, except those that are always float32 (a router's expert bias).
-        local: this rank's parts by canonical name, each read once; None: the parts of the stages.
+        part_of: function that returns this rank's part of a weight by canonical name, called once for each; None: as in the stages.
     """
-    groups, local = rank_groups(), tensors_of(chunks, names) if local is None else local
+    groups, local = rank_groups(), tensors_of(chunks, names)
     assert not (different := misfits(local, names)), f"the model and the names of its checkpoint differ in {different[0]}"
     stages: list[Shapes] = [{} for _ in range(groups.pipeline.size())]
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(chunks, names).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in local.items()}
     dist.all_gather_object(stages, shapes, group=groups.pipeline)
-    exchange = _Exchange(local, groups, next(unwrapped(chunks[0]).parameters()).device)
+    exchange = _Exchange(local.__getitem__ if part_of is None else part_of, groups, next(unwrapped(chunks[0]).parameters()).device)
     for batch in _batches(_items(stages, names, groups, dtype), gather_bytes):
         for item, shards in zip(batch, exchange.gather(batch), strict=True):
             if isinstance(item.weight, ExpertsFactor):
@@ -121,8 +121,8 @@ def _batches(items: Iterator[_Item], gather_bytes: int) -> Iterator[list[_Item]]
 class _Exchange:
     """Collectives over this rank's parts of the weights."""
 
-    def __init__(self, local: Mapping[str, Tensor], groups: RankGroups, device: torch.device) -> None:
-        self._local = local
+    def __init__(self, part_of: Callable[[str], Tensor], groups: RankGroups, device: torch.device) -> None:
+        self._part_of = part_of
         self._groups = groups
         self._device = device
 
@@ -133,7 +133,7 @@ class _Exchange:
             items = [item for item in batch if item.num_shards == num_shards]
             is_alone = self._groups.pipeline.size() == 1 and (items[0].owners.expert_rank is None or self._groups.expert.size() == 1)
             if num_shards == 1 and is_alone:  # no other rank needs this rank's part
-                parts |= {item.weight.megatron: [self._local[item.weight.megatron].detach().to(item.dtype)] for item in items}
+                parts |= {item.weight.megatron: [self._part_of(item.weight.megatron).detach().to(item.dtype)] for item in items}
                 continue
             buffer = _Buffer(items)
             shards = torch.empty(num_shards, buffer.num_bytes, dtype=torch.uint8, device=self._device)
@@ -167,7 +167,7 @@ class _Exchange:
 
     def _pack(self, items: Sequence[_Item], buffer: _Buffer, content: Tensor) -> None:
         for item, tensor in zip(items, buffer.tensors(content), strict=True):
-            tensor.copy_(self._local[item.weight.megatron])
+            tensor.copy_(self._part_of(item.weight.megatron))
 
 
 class _Buffer:

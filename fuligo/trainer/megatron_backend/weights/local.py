@@ -29,6 +29,14 @@ class RankGroups:
     """Ranks that together hold all experts, ordered by rank in `expert`, then by rank in `expert_tensor`."""
     pipeline: ProcessGroup
     """Pipeline-parallel ranks, each with different stages."""
+    context: ProcessGroup
+    """Context-parallel ranks, which split sequences."""
+    model: ProcessGroup
+    """Tensor- and pipeline-parallel ranks of a replica with the same context-parallel rank."""
+    copies: ProcessGroup
+    """Data- and context-parallel ranks, which hold equal copies of weights other than experts."""
+    expert_copies: ProcessGroup
+    """Ranks that hold equal copies of experts."""
 
 
 def rank_groups() -> RankGroups:
@@ -38,6 +46,10 @@ def rank_groups() -> RankGroups:
         expert=_group(parallel_state.get_expert_model_parallel_group()),
         experts=_group(parallel_state.get_expert_tensor_and_model_parallel_group()),
         pipeline=_group(parallel_state.get_pipeline_model_parallel_group()),
+        context=_group(parallel_state.get_context_parallel_group()),
+        model=_group(parallel_state.get_model_parallel_group()),
+        copies=_group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert_copies=_group(parallel_state.get_expert_data_parallel_group()),
     )
 
 

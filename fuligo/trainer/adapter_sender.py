@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -80,14 +80,20 @@ class AdapterSender:
         lacks_base = not receivers <= self._with_base or target.with_checksum  # a checksum covers all weights
         needs_base = self._world.sum(torch.tensor([float(self._world.rank == 0 and lacks_base)])).item() > 0
         base = self._policy.base() if needs_base else iter(())
-        adapter = _Digested(self._policy)
-        sent = self._sender.send(chain(base, adapter.tensors()), target)
+        digests: list[WeightsDigest] = []
+
+        def adapter() -> Iterator[tuple[str, Tensor]]:
+            gathered = list(self._policy.adapter())  # all tensors, whose digest is then computed on several cores
+            digests.append(weights_checksum(gathered))
+            yield from gathered
+
+        sent = self._sender.send(chain(base, adapter()), target)
         urls = {engine.url for engine in receivers}
         others = frozenset(engine for engine in self._with_base if engine.url not in urls)
         self._with_base = others | receivers if isinstance(sent, WeightManifest) else others
         if not isinstance(sent, WeightManifest):
             return sent
-        return replace(sent, adapter=adapter.digest.checksum, trained=adapter.digest)
+        return replace(sent, adapter=digests[0].checksum, trained=digests[0])
 
     def close(self) -> None:
         self._copies.close()
@@ -136,17 +142,3 @@ def require_scaling(checkpoint: Path, scaling: float) -> None:
             f"cannot resume {checkpoint}: its adapter was trained with the scale {saved.scaling:g}, but this run has {scaling:g}; use "
             f"--lora-alpha {saved.alpha:g} {variant} --lora-use-rslora"
         )
-
-
-@dataclass(slots=True)
-class _Digested:
-    """Adapter of a policy, and the digest of its tensors, which is set when `tensors` yields the first one."""
-
-    policy: AdaptedPolicy
-    digest: WeightsDigest = field(init=False)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather all tensors of the adapter, compute their digest on several cores, and yield them. A collective."""
-        gathered = list(self.policy.adapter())
-        self.digest = weights_checksum(gathered)
-        yield from gathered

@@ -1,7 +1,5 @@
 """Check of --exact-on-policy: the trainer's log-probabilities must equal the engine's bit for bit."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from fuligo.errors import TrainerError
@@ -23,7 +21,13 @@ def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
     """
     differing: list[tuple[TrainSample, int, float]] = []
     num_compared = 0
-    for sample, own in _before_first_step(batch, result):
+    for position, sample in enumerate(batch.samples):
+        if sample.old_logprobs is not None:
+            own = sample.old_logprobs
+        elif position in batch.steps[0] and position in result.scores:  # no scores if only the value model was trained
+            own = result.scores[position].logprobs
+        else:
+            continue
         compared = (sample.loss_mask != 0) & (sample.versions == version)
         num_compared += int(compared.sum())
         different = np.flatnonzero(compared & ~(own == sample.engine_logprobs))  # NaN differs from everything
@@ -37,13 +41,3 @@ def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
         f"tokens of policy version {version} differ. Make sure that hooks and agents also sample at "
         "--rollout-temperature, or drop --exact-on-policy to accept the difference"
     )
-
-
-def _before_first_step(batch: TrainBatch, result: StepResult) -> Iterator[tuple[TrainSample, np.ndarray]]:
-    """Yield samples with the trainer's [R] log-probabilities before the rollout's first optimizer step, if they were computed."""
-    for position in [position for step in batch.steps for position in step]:
-        sample = batch.samples[position]
-        if sample.old_logprobs is not None:
-            yield sample, sample.old_logprobs
-        elif position in batch.steps[0] and position in result.scores:  # no scores if only the value model was trained
-            yield sample, result.scores[position].logprobs

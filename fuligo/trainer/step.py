@@ -75,7 +75,9 @@ class StepSamples:
         """Return the scores of a micro-batch by position in the rollout's batch; empty if the micro-batch is a repetition."""
         if not plan.counts:
             return {}
-        return dict(zip([self.positions[i] for i in plan.samples], split_scores(tokens, outputs)))
+        logprobs, entropy = torch.stack([outputs.logprobs.detach(), outputs.entropy.detach()]).cpu()
+        columns = zip(plan.samples, logprobs.split(tokens.response_lengths), entropy.split(tokens.response_lengths), strict=True)
+        return {self.positions[i]: TokenScores(logprobs=lp.numpy(), entropy=h.numpy()) for i, lp, h in columns}
 
     def _weights(self, sample: TrainSample) -> FloatArray:
         return token_weights(sample, self.denominators, per_token=self.per_token)
@@ -114,13 +116,6 @@ def loss_inputs(batch: MicroBatch, outputs: TokenLogprobs, settings: LossSetting
         total_lengths=[length + 1 for length in batch.tokens.sample_lengths],
         response_lengths=batch.tokens.response_lengths,
     )
-
-
-def split_scores(tokens: PackedTokens, outputs: TokenLogprobs) -> list[TokenScores]:
-    """Split log-probabilities and entropies by sample, in the order of the micro-batch."""
-    logprobs, entropy = torch.stack([outputs.logprobs.detach(), outputs.entropy.detach()]).cpu()
-    columns = (logprobs.split(tokens.response_lengths), entropy.split(tokens.response_lengths))
-    return [TokenScores(logprobs=lp.numpy(), entropy=h.numpy()) for lp, h in zip(*columns)]
 
 
 def num_choices(samples: Iterable[TrainSample]) -> int:

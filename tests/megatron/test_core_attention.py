@@ -33,7 +33,9 @@ def largest_differences(world: World, num_heads: int, num_kv_heads: int, key_dim
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from fuligo.trainer.megatron_backend.core_attention import PackedCoreAttention, zigzag
+    from fuligo.trainer.megatron_backend.cpu import run_on_cpu
 
+    run_on_cpu()
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=num_heads, attention_dropout=0.0)
     groups = SimpleNamespace(cp=dist.group.WORLD)
     attention = PackedCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups, softmax_scale=scale)

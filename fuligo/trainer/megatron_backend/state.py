@@ -14,11 +14,10 @@ Only an adapter is gathered. Each part of other weights is written by one of the
 optimizer state, a range of each flattened weight, is written as a few rectangular shards.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -40,6 +39,7 @@ from fuligo.models.adapter import write_adapter_weights, write_config_of
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.names import HEAD, ModelNames
 from fuligo.trainer.adapter_sender import other_base, require_scaling
+from fuligo.trainer.counters import Counters
 from fuligo.trainer.megatron_backend.parts import STATES, LocalWeight, ParameterState, held_weights, parameter_states, set_step
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.parameters import require_finite_weights
@@ -50,8 +50,6 @@ from fuligo.trainer.step import Progress
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Version of the checkpoint format."""
 _OPTIMIZER, _REFERENCE = "optimizer.state.", "reference."
 _TRACKER = "tracker."
 T = TypeVar("T")
@@ -137,7 +135,14 @@ class CheckpointWriter:
     def _write_small_files(self, states: Mapping[Path, MegatronState], model_files: Path) -> None:
         def write() -> None:
             for directory, state in states.items():
-                _write_small_files(directory, state, self._world, model_files)
+                # In addition to torch's random state, that of Megatron's parallel regions.
+                tracked = {_TRACKER + name: tensor.cpu() for name, tensor in _tracker().get_states().items()}
+                write_random_state(directory, self._world, tracked)
+                if self._world.rank == 0:
+                    write_format(directory)
+                    copy_model_files(model_files, directory / MODEL_FILES)
+                    counters = Counters(state.progress, state.base_digest, layout=state.layout)
+                    counters.write(directory / COUNTERS, self._world.size)
 
         _agreed(self._world, write)
 
@@ -194,49 +199,18 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames
 
 
 @dataclass(slots=True, frozen=True)
-class _Counters:
-    """Contents of `trainer.json`."""
-
-    progress: Progress
-    layout: Layout
-    base_digest: str | None
-    """Digest of the adapter's base weights; None without an adapter."""
-
-    def write(self, file: Path) -> None:
-        content = {"format": FORMAT, "backend": "megatron", **asdict(self.progress), "layout": asdict(self.layout)}
-        if self.base_digest is not None:
-            content["base_digest"] = self.base_digest
-        file.write_text(json.dumps(content, indent=2))
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        try:
-            content = json.loads(file.read_text())
-            if content["format"] != FORMAT or content.get("backend") != "megatron":
-                raise CheckpointError(
-                    f"cannot read {file}: it was not written by the Megatron trainer of this fuligo version; use the trainer and version "
-                    "that wrote it"
-                )
-            progress = Progress(content["num_optimizer_steps"], content["num_rollouts"])
-            return cls(progress, Layout(**content["layout"]), content.get("base_digest"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"cannot read {file}: {reason}; the checkpoint is damaged, load another") from error
-
-
-@dataclass(slots=True, frozen=True)
 class _Opened:
     """Opened checkpoint whose names and shapes match the state to load it into."""
 
     tensors: DistributedTensors
     weights: list[LocalWeight]
-    saved: _Counters
+    saved: Counters
     random: dict[str, Tensor] | None
     """This rank's random state; None if the checkpoint was saved with another layout."""
 
     @classmethod
     def of(cls, directory: Path, state: MegatronState, world: World) -> Self:
-        saved = _Counters.read(directory / COUNTERS)
+        saved = Counters.read(directory / COUNTERS, "megatron")
         if saved.base_digest != state.base_digest:
             raise CheckpointError(other_base(directory, saved.base_digest, state.base_digest, weights=directory))
         tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.saved_names)
@@ -328,15 +302,6 @@ def _check_shapes(tensors: DistributedTensors, expected: Mapping[str, tuple[int,
                 f"cannot load {tensors.directory}: it belongs to another architecture: {name} {there}, but has the shape {list(shape)} in "
                 "this run; use the --hf-checkpoint that it was made with"
             )
-
-
-def _write_small_files(directory: Path, state: MegatronState, world: World, model_files: Path) -> None:
-    # In addition to torch's random state, that of Megatron's parallel regions.
-    write_random_state(directory, world, {_TRACKER + name: tensor.cpu() for name, tensor in _tracker().get_states().items()})
-    if world.rank == 0:
-        write_format(directory)
-        copy_model_files(model_files, directory / MODEL_FILES)
-        _Counters(state.progress, state.layout, state.base_digest).write(directory / COUNTERS)
 
 
 def _gathered_adapter(state: MegatronState, world: World) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
     deadline = time.monotonic() + timeout_s
     parts = [asyncio.ensure_future(_outcome(call)) for call in calls]
     try:
-        while not all(part.done() for part in parts) and not any(_has_failed(part) for part in parts):
+        while not all(part.done() for part in parts) and not any(part.done() and part.result().error is not None for part in parts):
             await _wait_for_one(parts, deadline)
             late = [rank for rank, part in zip(ranks, parts, strict=True) if not part.done()]
             if late and time.monotonic() >= deadline:
@@ -61,7 +61,7 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
         for part in parts:
             part.cancel()
     _raise_cause(command, ranks, outcomes)
-    assert isinstance(outcomes[0], Answer)
+    assert outcomes[0] is not None
     return cast(R, outcomes[0].value)
 
 
@@ -86,11 +86,12 @@ async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) 
     return True
 
 
-async def _outcome(call: Awaitable[Answer[R]]) -> Answer[R] | RankLostError:
+async def _outcome(call: Awaitable[Answer[R]]) -> Answer[R]:
+    """Return the answer, whose error is the RankLostError if the rank is lost."""
     try:
         return await call
     except RankLostError as error:
-        return error
+        return Answer(error=error)
 
 
 async def _wait_for_one(parts: Sequence[asyncio.Future[Any]], deadline: float) -> None:
@@ -100,20 +101,16 @@ async def _wait_for_one(parts: Sequence[asyncio.Future[Any]], deadline: float) -
 
 
 def _is_lost(part: asyncio.Future[Any]) -> bool:
-    return part.done() and isinstance(part.result(), RankLostError)
+    return part.done() and isinstance(part.result().error, RankLostError)
 
 
-def _has_failed(part: asyncio.Future[Any]) -> bool:
-    return _is_lost(part) or (part.done() and part.result().error is not None)
-
-
-def _raise_cause(command: str, ranks: Sequence[RankHandle], outcomes: Sequence[Answer[Any] | RankLostError | None]) -> None:
+def _raise_cause(command: str, ranks: Sequence[RankHandle], answers: Sequence[Answer[Any] | None]) -> None:
     """Raise the error that most likely caused the others: the loss of a rank, or else the first error by `_precedence`."""
-    for rank, outcome in zip(ranks, outcomes, strict=True):
-        if isinstance(outcome, RankLostError):
-            raise lost(rank, f"during `{command}`", str(outcome))
-    answers = [(rank, outcome) for rank, outcome in zip(ranks, outcomes, strict=True) if isinstance(outcome, Answer)]
-    failed = {rank: answer.error for rank, answer in answers if answer.error is not None}
+    given = zip(ranks, answers, strict=True)
+    failed = {rank: answer.error for rank, answer in given if answer is not None and answer.error is not None}
+    for rank, error in failed.items():
+        if isinstance(error, RankLostError):
+            raise lost(rank, f"during `{command}`", str(error))
     if not failed:
         return
     rank = min(failed, key=lambda rank: _precedence(rank.rank, failed[rank]))

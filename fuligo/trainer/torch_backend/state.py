@@ -15,7 +15,7 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -33,6 +33,7 @@ from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, writ
 from fuligo.models.registry import unwritten_keys
 from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.adapter_sender import other_base, require_scaling
+from fuligo.trainer.counters import Counters
 from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
@@ -40,10 +41,8 @@ from fuligo.trainer.torch_backend.critic import Critic
 from fuligo.trainer.torch_backend.learner import Learner
 from fuligo.trainer.torch_backend.lora import named_adapter_weights
 from fuligo.trainer.torch_backend.tensor_files import TensorFiles, write_tensors
-from fuligo.trainer.torch_backend.weights import full_tensor, load_tensors, load_weights, named_weights, shard_like, weight_tensors
+from fuligo.trainer.torch_backend.weights import full_tensor, load_tensors, named_weights, shard_like, weight_tensors
 
-FORMAT = 1
-"""Version of the checkpoint format."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -137,18 +136,16 @@ def _parts(state: TrainingState) -> Iterator[_Part]:
 def _write_small_files(directory: Path, state: TrainingState, model_files: Path, world: World) -> None:
     write_random_state(directory, world, {})
     if world.rank == 0:
-        progress: dict[str, object] = {"format": FORMAT, "num_ranks": world.size, **asdict(state.policy.progress)}
         if state.base_digest is None:
             _write_model_files(directory / "hf", state.policy.model, model_files)
         else:
             write_adapter_config(state.policy.model, directory / ADAPTER)
             if state.base is not None:
                 state.base.write(directory / ADAPTER)
-            progress["base_digest"] = state.base_digest
         if state.critic is not None:
             _write_model_files(directory / VALUE_MODEL, state.critic.learner.model, model_files)
-            progress["critic"] = asdict(state.critic.learner.progress)
-        (directory / COUNTERS).write_text(json.dumps(progress, indent=2))
+        of_critic = None if state.critic is None else state.critic.learner.progress
+        Counters(state.policy.progress, state.base_digest, of_critic).write(directory / COUNTERS, world.size)
 
 
 def restore_state(directory: Path, state: TrainingState, world: World) -> None:
@@ -160,7 +157,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     Raises:
         CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
     """
-    counters = _Counters.read(directory / COUNTERS)
+    counters = Counters.read(directory / COUNTERS, "torch")
     if counters.base_digest != state.base_digest:
         raise CheckpointError(other_base(directory, counters.base_digest, state.base_digest, weights=directory / "hf"))
     if state.base_digest is not None and (trained_on := QuantisedBase.read(directory / ADAPTER)) != state.base:
@@ -169,7 +166,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
             "engine's data type) that it was trained with"
         )
     weights = TensorFiles(directory / "hf") if state.base_digest is None else TensorFiles(directory / ADAPTER, stem=None)
-    saved = [_Saved.open(state.policy, counters.policy, weights=weights, directory=directory / "optimizer")]
+    saved = [_Saved.open(state.policy, counters.progress, weights=weights, directory=directory / "optimizer")]
     if has_adapter(state.policy.model):
         require_scaling(directory, scaling_of(state.policy.model))
     reference = TensorFiles(directory / "reference") if state.reference is not None else None
@@ -188,7 +185,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
         state.carried.clear()
         state.carried.update(carried)
     if state.reference is not None and reference is not None:
-        load_weights(state.reference, reference.read_all())
+        load_tensors(weight_tensors(state.reference), reference.read_all())
     if random_state is not None:
         set_random_state(random_state, world)
 
@@ -220,7 +217,7 @@ class _Saved:
             load_tensors(adapter_tensors(model), self.weights.read_all())
         else:
             own = _weight_shapes(model)
-            load_weights(model, ((name, tensor) for name, tensor in self.weights.read_all() if name in own))
+            load_tensors(weight_tensors(model), ((name, tensor) for name, tensor in self.weights.read_all() if name in own))
         parameters, state = _trained_parameters(model), self.learner.optimizer.state
         state.clear()
         for name, full in self.moments.read_all() if self.moments is not None else ():
@@ -290,33 +287,3 @@ def _moment_shapes(model: nn.Module, *, saved: Container[str]) -> dict[str, tupl
         if parameter.requires_grad or (f"{name}.step" in saved and re.match(TOWER_PATTERN, name)):
             shapes |= {f"{name}.step": (), **{f"{name}.{moment}": tuple(parameter.shape) for moment in MOMENTS}}
     return shapes
-
-
-@dataclass(slots=True, frozen=True)
-class _Counters:
-    """Content of `trainer.json`."""
-
-    policy: Progress
-    critic: Progress | None
-    """Counters of the value model; None without one."""
-    base_digest: str | None
-    """Digest of the adapter's base weights; None without an adapter."""
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        try:
-            fields = json.loads(file.read_text())
-            if fields["format"] != FORMAT:
-                raise CheckpointError(
-                    f"cannot read {file}: it has format {fields['format']}, but this version of fuligo reads format {FORMAT}; resume with "
-                    "the version that wrote it"
-                )
-            critic = fields.get("critic")
-            return cls(_progress(fields), None if critic is None else _progress(critic), fields.get("base_digest"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"cannot read {file}: {reason}; the checkpoint is damaged, load another") from error
-
-
-def _progress(fields: dict[str, int]) -> Progress:
-    return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]))

@@ -104,12 +104,6 @@ def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Copy full tensors into the model's weights of the same names and shapes."""
-    load_tensors(weight_tensors(model), named_tensors)
-
-
-@torch.no_grad()
 def load_tensors(tensors: Mapping[str, Tensor], named_tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Copy full tensors into the tensors of the same names and shapes, which may be sharded."""
     for name, full in named_tensors:

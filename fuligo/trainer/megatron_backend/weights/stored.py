@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.hugging_face import StoredTensor, read_stored_tensors
+from fuligo.formats.hugging_face import read_stored_tensors
 from fuligo.models.names import Form, ModelNames, Weight
 from fuligo.quantities import count
 
@@ -31,7 +31,11 @@ class StoredWeights:
     def __init__(self, directory: Path, names: ModelNames, num_mtp_layers: int) -> None:
         self._directory = directory
         self._names = names
-        self._tensors = _read_headers(directory, names, num_mtp_layers)
+        if names.architecture.is_quantised:
+            raise CheckpointError(f"cannot train {directory}: its weights are quantized; use the checkpoint in bf16")
+        if num_mtp_layers > (num_stored := len(names.architecture.mtp_layers)):
+            raise CheckpointError(f"--mtp-num-layers {num_mtp_layers}: {directory} has {count(num_stored, 'MTP layer')}; lower the flag")
+        self._tensors = read_stored_tensors(directory)
         self._files: dict[str, Any] = {}
         self._open_files = ExitStack()
         self._opening = Lock()
@@ -114,13 +118,3 @@ def has_value_head(directory: Path) -> bool:
     """Return whether the checkpoint's output layer has one row, as in a value model. Raises CheckpointError if a file is damaged."""
     head = read_stored_tensors(directory).get("lm_head.weight")
     return head is not None and head.shape[0] == 1
-
-
-def _read_headers(directory: Path, names: ModelNames, num_mtp_layers: int) -> dict[str, StoredTensor]:
-    if names.architecture.is_quantised:
-        raise CheckpointError(f"cannot train {directory}: its weights are quantized; use the checkpoint in bf16")
-    if num_mtp_layers > len(names.architecture.mtp_layers):
-        raise CheckpointError(
-            f"--mtp-num-layers {num_mtp_layers}: {directory} has {count(len(names.architecture.mtp_layers), 'MTP layer')}; lower the flag"
-        )
-    return read_stored_tensors(directory)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuligo.trainer import logit_passes
-from fuligo.trainer.logit_passes import RowSums, grad_of_logits, row_sums
+from fuligo.trainer import logprobs as logit_passes
+from fuligo.trainer.logprobs import RowSums, grad_of_logits, row_sums
 
 V = 151_936
 NUM_ROWS = [4096, 1, 1777, 16384]

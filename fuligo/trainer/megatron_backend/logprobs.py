@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuligo.trainer.logit_passes import grad_of_logits, row_sums
-from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, scaled_logits
+from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, grad_of_logits, row_sums, scaled_logits
 
 
 def vocab_parallel_logprobs(

@@ -6,9 +6,8 @@ is replicated. Between A and B, the ranks exchange `rank` numbers per token and 
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Self, cast
 
 import torch
@@ -25,14 +24,6 @@ from fuligo.trainer.megatron_backend.weights.forms import qkv_group_sizes
 from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_groups, unwrapped
 
 
-class Split(Enum):
-    """Dimension of a linear layer that is split over the TP ranks."""
-
-    NOTHING = auto()
-    OUTPUTS = auto()
-    INPUTS = auto()
-
-
 class LinearAdapter(nn.Module):
     """Low-rank updates of the matrices that are joined in one of Megatron's linear layers.
 
@@ -46,17 +37,17 @@ class LinearAdapter(nn.Module):
         config, weight = names.adapter, cast(Tensor, linear.weight)
         whole = matrices[0].weight
         self._group = rank_groups().tensor
-        self._split = _split(whole, weight)
+        self._split_axis = None if tuple(weight.shape) == whole.shape else whole.axis or 0
+        """Dimension of the layer's weight that is split over the TP ranks: 0 (outputs) or 1 (inputs); None: it is whole on each."""
         self._sequence_parallel = sequence_parallel
         self._kinds = [matrix.kind for matrix in matrices]
         self._rank, self._scaling, self._dropout = config.rank, config.scaling, config.dropout
         self._outputs = _Outputs.of(whole, len(weight), names)
         self.is_on, self.drops = True, False
-        num_ranks = 1 if self._split is Split.NOTHING else self._group.size()
         for matrix in matrices:
             for factor, tensor in (("A", matrix.a(config.rank)), ("B", matrix.b(config.rank))):
-                axis = {Split.OUTPUTS: {"B": 0}, Split.INPUTS: {"A": 1}}.get(self._split, {}).get(factor)
-                shape = [size // num_ranks if dim == axis else size for dim, size in enumerate(tensor.shape)]
+                axis = self._split_axis if (factor, self._split_axis) in (("B", 0), ("A", 1)) else None
+                shape = [size // self._group.size() if dim == axis else size for dim, size in enumerate(tensor.shape)]
                 parameter = nn.Parameter(torch.zeros(shape, device=weight.device))  # float32, as in PEFT
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, axis is not None, axis or 0, 1)
                 # Under sequence parallelism a replicated factor sees only this rank's tokens, so Megatron must sum its gradient over TP.
@@ -73,7 +64,7 @@ class LinearAdapter(nn.Module):
     def update(self) -> Update:
         """Return the update of this rank's part of the layer's weight."""
         num_elements = sum(len(self._factor(kind, "B")) * self._factor(kind, "A").shape[1] for kind in self._kinds)
-        holds_own_part = self._split is not Split.NOTHING or self._group.rank() == 0
+        holds_own_part = self._split_axis is not None or self._group.rank() == 0
         return Update(self._difference, num_elements, is_first_copy=holds_own_part and rank_groups().copies.rank() == 0)
 
     @torch.no_grad()
@@ -87,9 +78,9 @@ class LinearAdapter(nn.Module):
     def _exchange(self, hidden: Tensor) -> Tensor:
         """Communicate A x [tokens, ..., R] over the TP ranks, so that it and its gradient are complete on each rank."""
         group = self._group
-        if self._split is Split.NOTHING or group.size() == 1:
+        if self._split_axis is None or group.size() == 1:
             return hidden
-        if self._split is Split.OUTPUTS:
+        if self._split_axis == 0:
             if self._sequence_parallel:
                 return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
             return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
@@ -100,7 +91,7 @@ class LinearAdapter(nn.Module):
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self.drops and self._dropout):
             return inputs
-        if self._split is not Split.INPUTS and not self._sequence_parallel:  # replicated inputs need the same mask on all ranks
+        if self._split_axis != 1 and not self._sequence_parallel:  # replicated inputs need the same mask on all ranks
             return F.dropout(inputs, self._dropout)
         with cast(Any, get_cuda_rng_tracker()).fork():
             return F.dropout(inputs, self._dropout)
@@ -152,29 +143,25 @@ def local_updates(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Update]]:
             yield from adapter.updates()
 
 
-@contextmanager
-def adapter_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
+def adapter_off(chunks: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Disable the adapter inside the block."""
-    for adapter in adapters(chunks):
-        adapter.is_on = False
-    try:
-        yield
-    finally:
-        for adapter in adapters(chunks):
-            adapter.is_on = True
+    return _switched(list(adapters(chunks)), "is_on", value=False)
+
+
+def dropout_on(chunks: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Apply dropout to the inputs of A inside the block. PEFT defines no dropout for experts."""
+    return _switched([adapter for adapter in adapters(chunks) if isinstance(adapter, LinearAdapter)], "drops", value=True)
 
 
 @contextmanager
-def dropout_on(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Apply dropout to the inputs of A inside the block."""
-    linear = [adapter for adapter in adapters(chunks) if isinstance(adapter, LinearAdapter)]  # PEFT defines no dropout for experts
-    for adapter in linear:
-        adapter.drops = True
+def _switched(modules: Sequence[nn.Module], switch: str, *, value: bool) -> Iterator[None]:
+    for module in modules:
+        setattr(module, switch, value)
     try:
         yield
     finally:
-        for adapter in linear:
-            adapter.drops = False
+        for module in modules:
+            setattr(module, switch, not value)
 
 
 def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -190,12 +177,6 @@ def _first_values(weight: Weight, seed: int) -> Tensor:
     number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
     bound = weight.shape[1] ** -0.5
     return torch.empty(weight.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
-
-
-def _split(whole: Weight, local: Tensor) -> Split:
-    if tuple(local.shape) == whole.shape:
-        return Split.NOTHING
-    return Split.INPUTS if whole.axis == 1 else Split.OUTPUTS
 
 
 @dataclass(slots=True, frozen=True)

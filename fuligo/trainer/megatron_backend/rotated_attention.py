@@ -23,18 +23,12 @@ class WindowRotaryAttention(SelfAttention):
         self._own_rotary = rotary
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSeqParams,
-        **kwargs: Any,
+        self, *args: Any, rotary_pos_emb: Tensor, packed_seq_params: PackedSeqParams, **kwargs: Any
     ) -> OutputWithBias:
         positions = getattr(packed_seq_params, "positions", None)  # set if the row has a tree
         angles = self._own_rotary(len(rotary_pos_emb), packed_seq=True)
         angles = angles if positions is None else angles[positions]
-        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, packed_seq_params=packed_seq_params, **kwargs)
+        return super().forward(*args, rotary_pos_emb=angles, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def window_rotary(config: TransformerConfig, base: float | None) -> RotaryEmbedding | None:
@@ -62,17 +56,11 @@ class FusedRotationAttention(SelfAttention):
     _rotation: tuple[Tensor, PackedSeqParams] | None = None
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSeqParams,
-        **kwargs: Any,
+        self, *args: Any, rotary_pos_emb: Tensor, packed_seq_params: PackedSeqParams, **kwargs: Any
     ) -> OutputWithBias:
         self._rotation = (rotary_pos_emb, packed_seq_params)
         try:
-            return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
+            return super().forward(*args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs)
         finally:
             self._rotation = None
 

@@ -5,6 +5,7 @@ rows nor context parallelism, has an indexer in every layer, and rotates the las
 checkpoints require. Here only latents and the indexer's keys are gathered over ranks, and per-head keys and values are never materialized.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -39,8 +40,8 @@ def sparse_latent_attention(modules: BackendSpecProvider, sparse: SparseLayers, 
     assert isinstance(dense.submodules, MLASelfAttentionSubmodules)
     dense.submodules.core_attention = dense.submodules.linear_kv_up_proj = IdentityOp  # replaced in `SparseLatentAttention`
     source = None if number is None else max(layer for layer in sparse.computing if layer <= number)
-    own = {"source": source, "computes": number == source, "rotary_interleaved": sparse.rotary_interleaved}
-    return ModuleSpec(SparseLatentAttention, {**dense.params, **own}, dense.submodules)
+    choice = {"source": source, "computes": number == source, "rotary_interleaved": sparse.rotary_interleaved}
+    return ModuleSpec(SparseLatentAttention, {**dense.params, "choice": choice}, dense.submodules)
 
 
 class Indexer(nn.Module):
@@ -106,21 +107,12 @@ class ChosenAttention(nn.Module):
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent self-attention in which each query attends only to its chosen tokens."""
+    """Latent self-attention in which each query attends only to its chosen tokens. `choice`: arguments of `ChosenAttention`."""
 
-    def __init__(
-        self,
-        config: MLATransformerConfig,
-        submodules: MLASelfAttentionSubmodules,
-        *args: Any,
-        source: int | None,
-        computes: bool,
-        rotary_interleaved: bool,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, submodules, *args, **kwargs)
+    def __init__(self, config: MLATransformerConfig, *args: Any, choice: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.linear_kv_up_proj = UpProjection(config, self.num_attention_heads_per_partition)
-        self.core_attention = ChosenAttention(config, source=source, computes=computes, rotary_interleaved=rotary_interleaved)
+        self.core_attention = ChosenAttention(config, **choice)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: PackedSeqParams, **_: object

@@ -80,12 +80,6 @@ class SignedConnection:
     def close(self) -> None:
         self._stream.close()
 
-    def __enter__(self) -> SignedConnection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _signed(self, num_bytes: int, *, is_body: bool) -> bytearray:
         """Read bytes and their signature; return the bytes if the peer signed them, else raise ForgedMessageError."""
         content = self._read(num_bytes)

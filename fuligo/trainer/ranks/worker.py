@@ -109,7 +109,8 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
                     self.progress.num_optimizer_steps += 1
                     continue
                 gradients, of_step = self._optimizer_steps(step)
-                found.append([_on_host(of_model) for of_model in gradients if of_model is not None])
+                own = (of_model for of_model in gradients if of_model is not None)
+                found.append([replace(of_model, sums=of_model.sums.cpu(), losses=of_model.losses.cpu()) for of_model in own])
                 metrics.append(of_step)
         self._end_rollout()
         gathered = self.world.gather((found, self._timeline.take()))
@@ -274,10 +275,6 @@ def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
     for of_model in zip(*replicas, strict=True):
         means |= total([gradients.sums for gradients in of_model]).means()
     return means
-
-
-def _on_host(step: StepGradients) -> StepGradients:
-    return replace(step, sums=step.sums.cpu(), losses=step.losses.cpu())
 
 
 def build_worker(settings: TrainerSettings, world: World) -> RankWorker[Any, Any, Any]:

@@ -45,19 +45,13 @@ def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedMode
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is old_head)
     require_whole(directory, {key: text for key, text in lacking.items() if key != name})
     head = nn.Linear(output_head(model).weight.shape[1], 1, bias=False)
-    saved = _single_row(directory, name)
+    files = HuggingFaceTensors(directory)
     with torch.no_grad():
-        head.weight.zero_() if saved is None else head.weight.copy_(saved)
+        head.weight.copy_(files.read(name)) if files.shapes.get(name, (0,))[0] == 1 else head.weight.zero_()
     model.set_output_embeddings(head)
     model.config.tie_word_embeddings = False
     _require_same_architecture(directory, model, policy, head=name)
     return model
-
-
-def _single_row(directory: Path, name: str) -> Tensor | None:
-    """Read the tensor `name` if it has shape [1, E]; return None if it is missing or has another number of rows."""
-    files = HuggingFaceTensors(directory)
-    return files.read(name) if files.shapes.get(name, (0,))[0] == 1 else None
 
 
 def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: PreTrainedModel, *, head: str) -> None:

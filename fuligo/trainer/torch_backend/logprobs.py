@@ -9,8 +9,7 @@ from torch.autograd.function import once_differentiable
 from fuligo.models.batch_invariant import linear, log_softmax
 from fuligo.models.cpu_products import product
 from fuligo.models.gpu_invariant import log_sum_exp
-from fuligo.trainer.logit_passes import grad_of_logits, row_sums
-from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, rowwise_dot, scaled_logits
+from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, grad_of_logits, row_sums, rowwise_dot, scaled_logits
 
 
 class OutputHead(NamedTuple):

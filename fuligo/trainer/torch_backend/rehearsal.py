@@ -1,8 +1,5 @@
 """Passes over made-up samples, which compile a step's kernels while engines start, before there is a rollout."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,7 +7,7 @@ from torch import Tensor
 from fuligo.models.transformers_types import text_config
 from fuligo.trainer.batch import PackedTokens, pack_tokens
 from fuligo.trainer.mtp import MTPTraining, later_tokens
-from fuligo.trainer.torch_backend.model import PackedModel, Policy, unscored_sample
+from fuligo.trainer.torch_backend.model import Policy, unscored_sample
 
 MAX_ROW_TOKENS = 8192
 """Maximum length of the row in tokens. The compiler tunes kernels for the size of their first input, so a short row gives slow kernels."""
@@ -35,22 +32,6 @@ def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares
     return pack_tokens([unscored_sample(of_sample, num_prompt) for of_sample in ids], device, shared=shared)
 
 
-def rehearse_training(model: PackedModel, loss_of: Callable[[PackedTokens], Tensor], row: PackedTokens) -> None:
-    """Run the forward and backward pass of a loss, and discard the gradients."""
-    with _random_state_kept(row.input_ids.device):
-        loss_of(row).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@torch.no_grad()
-def rehearse_scoring(model: PackedModel, row: PackedTokens) -> None:
-    """Run the pass without gradients that computes values, or old or reference log-probabilities."""
-    with _random_state_kept(row.input_ids.device):
-        model(row)
-    model.release_gathered()
-
-
 def policy_loss(policy: Policy, row: PackedTokens, *, uses_entropy: bool, mtp: MTPTraining | None) -> Tensor:
     """Return a loss with the gradients of a training step's.
 
@@ -64,7 +45,3 @@ def policy_loss(policy: Policy, row: PackedTokens, *, uses_entropy: bool, mtp: M
         outputs, further = policy.with_mtp(row, later_tokens(row, 1), is_joint=mtp.is_joint)
     loss = outputs.logprobs.mean() if further is None else outputs.logprobs.mean() + further.mean()
     return loss + outputs.entropy.mean() if uses_entropy else loss
-
-
-def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

@@ -3,8 +3,7 @@
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,7 +39,7 @@ from fuligo.trainer.torch_backend.model import (
     enable_gradient_checkpointing,
     load_model,
 )
-from fuligo.trainer.torch_backend.rehearsal import MAX_ROW_TOKENS, made_up_row, policy_loss, rehearse_scoring, rehearse_training
+from fuligo.trainer.torch_backend.rehearsal import MAX_ROW_TOKENS, made_up_row, policy_loss
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard, weight_tensors
@@ -109,11 +108,8 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             ) from error
 
     def gradients(self, step: StepShare) -> StepGradients:
-        set_dropout(self.policy.model, on=True)
-        try:
+        with self._dropout_on():
             return compute_gradients(self.policy, step, settings=self.settings.loss, device=self.world.device, mtp=self.settings.mtp)
-        finally:
-            set_dropout(self.policy.model, on=False)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.settings.lora is not None:
@@ -194,34 +190,44 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def _rehearse(self, num_tokens: int) -> None:
         """Run each kind of pass of a step once for each kind of row, of at most `num_tokens`."""
+        device = self.world.device
         # Rows whose samples happen to share nothing have no tree, and are compiled separately.
         for shares_prefixes in (True, False) if self.settings.shares_prefixes else (False,):
-            row = made_up_row(self.policy, num_tokens, self.world.device, shares_prefixes=shares_prefixes)
-            self._rehearse_training(row)
-            self._rehearse_scoring(row)
+            row = made_up_row(self.policy, num_tokens, device, shares_prefixes=shares_prefixes)
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                self._rehearse_training(row)
+                self._rehearse_scoring(row)
 
     def _rehearse_training(self, row: PackedTokens) -> None:
         settings = self.settings
-        loss_of = partial(policy_loss, self.policy, uses_entropy=settings.loss.entropy_coef != 0, mtp=settings.mtp)
-        set_dropout(self.policy.model, on=True)
-        try:
-            rehearse_training(self.policy, loss_of, row)
-        finally:
-            set_dropout(self.policy.model, on=False)
+        with self._dropout_on():
+            policy_loss(self.policy, row, uses_entropy=settings.loss.entropy_coef != 0, mtp=settings.mtp).backward()
+        self.policy.zero_grad()
         if self.critic is not None:
-            value_model = self.critic.value_model
-            rehearse_training(value_model, lambda row: value_model(row).mean(), row)
+            self.critic.value_model(row).mean().backward()
+            self.critic.value_model.zero_grad()
 
+    @torch.no_grad()
     def _rehearse_scoring(self, row: PackedTokens) -> None:
         """Run the passes without gradients; they and frozen models are compiled separately."""
         settings = self.settings
         value_model = None if self.critic is None else self.critic.value_model
         for model in (self.policy if settings.needs_old_logprobs else None, self.reference, self.teacher, value_model):
             if model is not None and model.is_compiled:
-                rehearse_scoring(model, row)
+                model(row)
+                model.release_gathered()
         if settings.lora is not None and settings.reference_weights is not None:
             with self._adapter_off():
-                rehearse_scoring(self.policy, row)
+                self.policy(row)
+            self.policy.release_gathered()
+
+    @contextmanager
+    def _dropout_on(self) -> Iterator[None]:
+        set_dropout(self.policy.model, on=True)
+        try:
+            yield
+        finally:
+            set_dropout(self.policy.model, on=False)
 
     def _policy_logprobs(self, share: ScoreShare) -> dict[int, FloatArray]:
         return self._logprobs_of(self.policy, share)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from fuligo.trainer import logit_passes
-from fuligo.trainer.logit_passes import grad_of_logits, row_sums
+from fuligo.trainer import logprobs as logit_passes
+from fuligo.trainer.logprobs import grad_of_logits, row_sums
 
 N, V = 7, 31
 

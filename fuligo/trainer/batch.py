@@ -82,8 +82,6 @@ def pack_tokens(samples: Sequence[TrainSample], device: torch.device, *, shared:
     """Pack samples, each of at least two tokens, into one row.
 
     Args:
-        samples: samples in the order of the row.
-        device: device of the tensors.
         shared: number of leading tokens that each sample shares with the previous one, stored once; empty if nothing is shared.
 
     Raises:
@@ -136,7 +134,6 @@ def micro_batch(
     """Build a micro-batch of these samples.
 
     Args:
-        samples: samples in the order of the row.
         weights: [R] loss weights of each sample's response tokens.
         counts: False for a repeated micro-batch, whose loss mask and weights are set to 0.
         share: see `MicroBatch.share`.

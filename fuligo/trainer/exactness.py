@@ -7,17 +7,10 @@ from fuligo.types import StepResult, TrainBatch, TrainSample
 
 
 def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
-    """Compare the log-probabilities of trained tokens that were sampled with the weights before the rollout's first optimizer step.
+    """Compare the log-probabilities of trained tokens that were sampled with `version`, the weights before the first optimizer step.
 
-    Tokens of older versions (--partial-rollout) are skipped, because they were sampled with other weights.
-
-    Args:
-        batch: trained batch, with old log-probabilities if there was more than one optimizer step.
-        result: result of training on the batch.
-        version: version of the weights before the first optimizer step.
-
-    Raises:
-        TrainerError: a log-probability differs; the message names the first one.
+    Tokens of older versions (--partial-rollout) are skipped, because they were sampled with other weights. Raises TrainerError, naming the
+    first such token, if a log-probability differs.
     """
     differing: list[tuple[TrainSample, int, float]] = []
     num_compared = 0

@@ -103,7 +103,6 @@ def grad_of_logits(
         entropy: [n] nats.
         grad_logprobs: [n] gradient with respect to the log-probabilities; None: 0.
         grad_entropy: [n] gradient with respect to the entropies; None: 0.
-        dtype: data type of the result.
     """
     gradients = log_total, entropy, grad_logprobs, grad_entropy
     grad = _compiled_on_gpu(_grad_without_targets, logits)(logits, *gradients, dtype)

@@ -114,7 +114,6 @@ def pack(
 
     Args:
         lengths: number of tokens of every sample of the step.
-        capacity: limits of a micro-batch.
         num_ranks: number of data-parallel replicas, called ranks here.
         multiple_of: number that divides each rank's number of micro-batches, as an interleaved pipeline requires.
         balance_by: cost to balance over the ranks; None: balance only the number of micro-batches and their tokens.

@@ -20,11 +20,7 @@ def sync_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.d
 
 
 def require_finite_weights(tensors: Iterable[tuple[str, torch.Tensor]], source: Path) -> None:
-    """Check that no loaded tensor contains NaN or infinities, in one pass over each tensor and without a mask of its size.
-
-    Raises:
-        CheckpointError: a tensor contains one; the message names the first such tensor.
-    """
+    """Raise CheckpointError for the first loaded tensor with NaN or infinities, in one pass over each, without a mask of its size."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
             number = int((~tensor.isfinite()).sum())
@@ -39,7 +35,6 @@ def trained_names(names: Mapping[str, Sequence[str]], trained: TrainedParameters
 
     Args:
         names: for each parameter, the names that a regular expression may match.
-        trained: regular expressions of the parameters to train or to freeze.
 
     Raises:
         ConfigError: both lists are given, an expression is malformed or matches nothing, or no parameter is left to train.

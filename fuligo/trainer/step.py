@@ -136,17 +136,12 @@ def losses_of_ranks(gradients: StepGradients | None, num_micro_batches: int, wor
 
 
 def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, flag: str = "--lr", whose: str = "") -> None:
-    """Check that all losses and the gradient norm are finite.
+    """Raise TrainerError, because the weights must not be updated, if a loss or the norm of the whole gradient is not finite.
 
     Args:
         losses: [ranks, micro-batches] losses of all ranks, so that all ranks decide alike.
-        grad_norm: norm of the whole gradient.
-        optimizer_step: 0-based index.
         flag: flag of the learning rate, for the message.
         whose: model for the message if there is more than one, such as `of the value model`.
-
-    Raises:
-        TrainerError: one of them is not finite; the weights must not be updated.
     """
     bad = (~losses.isfinite()).nonzero().tolist()
     if not bad and math.isfinite(grad_norm):

@@ -33,8 +33,7 @@ def freeze_parameters(chunks: Sequence[nn.Module], weights: Sequence[Weight], tr
     Regular expressions may match names of the Hugging Face checkpoint, and names in Megatron with layers and experts counted over all
     ranks.
 
-    Raises:
-        ConfigError: the lists do not fit the model, or would train only a part of one of Megatron's matrices.
+    Raises ConfigError if `trained` does not fit the model, or would train only a part of one of Megatron's matrices.
     """
     names = {weight.megatron: (weight.megatron, *weight.checkpoint) for weight in weights}
     names.setdefault(HEAD, names[EMBEDDING])  # if they are tied, the last stage has a copy of the embedding
@@ -136,8 +135,7 @@ class Learner:
 
     Args:
         chunks: this rank's stages with initial weights, whose untrained parameters are frozen.
-        flag: flag of the learning rate, for error messages.
-        whose: model for error messages if there is more than one, such as `of the value model`.
+        flag, whose: as in `require_finite`.
     """
 
     def __init__(
@@ -152,8 +150,7 @@ class Learner:
     def step(self, gradients: StepGradients | None, num_micro_batches: int) -> tuple[float, float]:
         """Update the weights with the gradients in the stages' buffers; return (learning rate, gradient norm). A collective.
 
-        Raises:
-            TrainerError: a loss or the gradient is not finite; the weights are unchanged.
+        Raises TrainerError if a loss or the gradient is not finite; the weights are unchanged.
         """
         grad_norm = gradient_norm(self.optimizer)
         losses = losses_of_ranks(gradients, num_micro_batches, self._world)

@@ -77,8 +77,7 @@ def provided_model(
 def require_weights(path: str, chunks: Sequence[nn.Module], settings: MegatronTrainerSettings) -> None:
     """Check that all pipeline stages together have exactly the weights of the model in config.json. A collective.
 
-    Raises:
-        ConfigError: a weight is missing or unknown; raised on every rank of the pipeline.
+    Raises ConfigError, on every rank of the pipeline, if a weight is missing or unknown.
     """
     names = names_of(read_config_json(settings.hf_checkpoint), str(settings.hf_checkpoint / "config.json"))
     pipeline, held = rank_groups().pipeline, list(local_weights(chunks))

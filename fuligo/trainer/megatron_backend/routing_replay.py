@@ -178,10 +178,7 @@ def row_choices(row: PackedRow, tokens: PackedTokens, samples: Sequence[TrainSam
     """Return the [L, m, K] int16 recorded choices for m of the M layers, on the row's device.
 
     The choice is `UNKNOWN` for padding, for tokens without a record and in repeated micro-batches. Samples that share a token have the same
-    record for it, because the schedule shares only such tokens.
-
-    Raises:
-        TrainerError: a sample's `routed_experts` has the wrong shape.
+    record for it, because the schedule shares only such tokens. Raises TrainerError if a record has the wrong shape.
     """
     wanted = np.full((tokens.num_tokens + 1, len(layers), shape.top_k), UNKNOWN, np.int16)
     for sample, slots in zip(samples, tokens.slots, strict=True):

@@ -182,10 +182,7 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
 def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames, world: World) -> None:
     """Load this rank's weights, in place and in their data types, from a distributed checkpoint. A collective.
 
-    The head of a value model (`value_names`) is not changed if the checkpoint is that of a policy.
-
-    Raises:
-        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; raised on every rank.
+    The head of a value model (`value_names`) is not changed if the checkpoint is that of a policy. Errors are those of `restore_state`.
     """
 
     def opened() -> tuple[DistributedTensors, list[LocalWeight]]:
@@ -327,8 +324,7 @@ def _tracker() -> CudaRNGStatesTracker:
 def _agreed(world: World, work: Callable[[], T]) -> T:
     """Run `work` on every rank, and return its result if it succeeded on all. A collective.
 
-    Raises:
-        CheckpointError: `work` raised CheckpointError or OSError on a rank; every rank raises the error of the first such rank.
+    Raises the CheckpointError or OSError of the first rank that raised one, as a CheckpointError on every rank.
     """
     result: list[T] = []
     problem: str | None = None

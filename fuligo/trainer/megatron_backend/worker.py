@@ -46,12 +46,8 @@ from fuligo.types import FloatArray
 def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float = 1800.0) -> None:
     """Create the process groups of all parallel dimensions within the default process group. A collective.
 
-    Args:
-        seed: seed of Megatron's random states. Weights that are not loaded from a checkpoint depend only on it and the rank.
-        timeout_s: timeout of the groups' operations, rounded up to minutes.
-
-    Raises:
-        ConfigError: the ranks cannot be arranged in this layout.
+    Weights that are not loaded from a checkpoint depend only on `seed` and the rank. `timeout_s` is rounded up to minutes. Raises
+    ConfigError if the ranks cannot be arranged in this layout.
     """
     assert layout.num_ranks == world.size
     if world.device.type == "cpu":
@@ -108,13 +104,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
     """Worker with this rank's stages of policy and value model, their optimizers and counters; other models are kept in host memory."""
 
     def __init__(self, settings: MegatronTrainerSettings, world: World) -> None:
-        """Load weights and build the optimizers.
-
-        Raises:
-            CheckpointError: weights cannot be read.
-            ConfigError: Megatron cannot build the model or arrange the ranks in this layout, or the lists of trained parameters do not fit
-                the model.
-        """
+        """Load weights and build the optimizers. Errors are those of `build_worker`."""
         super().__init__(settings, world)
         join_megatron(settings.layout, world, settings.seed, timeout_s=settings.command_timeout_s)
         assert parallel_state.get_data_parallel_rank() == settings.replica_of(world.rank)
@@ -189,9 +179,8 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
     def _add_adapter(self, chunks: list[PolicyModel], lora: LoraSettings) -> SavedAdapter:
         """Add the adapter to the policy and freeze the policy's weights.
 
-        Raises:
-            ConfigError: the model does not support this adapter.
-            CheckpointError: the initial adapter is damaged or belongs to another model.
+        Raises ConfigError if the model does not support it, and CheckpointError if the initial adapter is damaged or does not fit the
+        model.
         """
         names = AdapterNames.of(self.names, lora.adapter, num_tensor_ranks=self.settings.layout.tp)
         digest = base_digest(named_weights(chunks, self.names, dtype=DTYPES[self.settings.precision]))

@@ -67,8 +67,7 @@ class Rank:
     def import_worker(self, settings: TrainerSettings) -> None:
         """Import the worker's modules, with the environment variables that `load` would set.
 
-        Raises:
-            TrainerError: an import initialized CUDA, which would take GPU memory from the rank that trains.
+        Raises TrainerError if an import initialized CUDA, which would take GPU memory from the rank that trains.
         """
         with collector_paused():
             import torch
@@ -84,14 +83,7 @@ class Rank:
             )
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
-        """Form the process group and build the worker; return the worker's `balance_by`.
-
-        Args:
-            rendezvous: store through which the ranks form their process group; None if this is the only rank.
-
-        Raises:
-            CheckpointError, ConfigError, TrainerError: as `worker.build_worker`.
-        """
+        """Form the process group (`rendezvous` None: a single rank) and build the worker like `build_worker`; return its `balance_by`."""
         joined = self.join(settings, rendezvous)
         from fuligo.trainer.ranks import worker
 

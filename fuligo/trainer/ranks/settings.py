@@ -203,15 +203,9 @@ class TrainerSettings:
     def micro_batch_schedules(
         self, samples: Sequence[TrainSample], capacity: Capacity, balance_by: Cost | None
     ) -> list[MicroBatchSchedule]:
-        """Pack samples into micro-batches and return the schedule of each data-parallel replica.
+        """Pack the samples of an optimizer step, or all samples to score; return the micro-batches of each data-parallel replica.
 
-        Args:
-            samples: samples of an optimizer step, or all samples to score.
-            capacity: limits of a micro-batch.
-            balance_by: cost to balance over the replicas; None: do not balance.
-
-        Raises:
-            TrainerError: `samples` is empty.
+        With `balance_by`, the micro-batches of all replicas cost about the same. Raises TrainerError if `samples` is empty.
         """
         lengths = [len(sample.tokens) for sample in samples]
         ranks = pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by, prefixes=self.shared_prefixes(samples))

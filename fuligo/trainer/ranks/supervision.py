@@ -18,12 +18,7 @@ GRACE_S = 5.0
 
 
 def lost(rank: RankHandle, phase: str, how: str) -> RankError:
-    """Return the error for a rank that is gone, late or silent.
-
-    Args:
-        phase: when it happened, such as "during `train`".
-        how: verb phrase that says what happened, such as "was lost".
-    """
+    """Return the error for a rank that is gone, late or silent: it `how` (such as "was lost") `phase` (such as "during `train`")."""
     return RankError(
         f"trainer rank {rank.rank} on {rank.host} {how} {phase}",
         f"{rank.log_hint()}\nIf the run has saved a checkpoint, resume with --load and the checkpoint directory.",
@@ -31,12 +26,7 @@ def lost(rank: RankHandle, phase: str, how: str) -> RankError:
 
 
 async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awaitable[Answer[R]]], *, timeout_s: float) -> R:
-    """Wait until all ranks have answered, and return rank 0's result.
-
-    Args:
-        command: name of the command that all ranks run.
-        calls: calls of the command, one for each rank.
-        timeout_s: time that all ranks have to answer.
+    """Wait until all ranks have answered `command`, and return rank 0's result.
 
     Raises:
         RankError: a rank was lost, crashed, or did not finish in time; names the rank, its host and the command.

@@ -99,12 +99,8 @@ def torchrun_place() -> TorchrunPlace | None:
 async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
     """Wait until all other ranks have connected to this process, which is rank 0, and return the handles of all ranks.
 
-    Args:
-        size: number of ranks that the trainer needs.
-
-    Raises:
-        ConfigError: torchrun started a different number of processes, or the ranks have no common key.
-        TrainerError: a rank did not connect in time.
+    Raises ConfigError if torchrun started another number of processes than `size` or the ranks have no common key, and TrainerError if a
+    rank did not connect in time.
     """
     if place.size != size:
         raise ConfigError(
@@ -155,9 +151,7 @@ def share_key(place: TorchrunPlace) -> bytes | None:
     On one Linux host, rank 0 creates the secret and hands it out. Otherwise it is FULIGO_RANKS_KEY; if that is unset, log a warning on rank
     0 and return None.
 
-    Raises:
-        ConfigError: FULIGO_RANKS_KEY is too short.
-        TrainerError: a process did not ask for the secret in time, or the process that hands it out has ended or belongs to another user.
+    Raises ConfigError if FULIGO_RANKS_KEY is too short, and TrainerError if another process is missing, late or another user's.
     """
     if not place.on_one_host or sys.platform != "linux":
         if os.environ.get(KEY_VARIABLE):

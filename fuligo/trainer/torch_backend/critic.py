@@ -37,8 +37,7 @@ def load_value_model(directory: Path, policy: PreTrainedModel) -> PreTrainedMode
     that for any seed and number of ranks the first values are 0, the first advantages are plain returns, and no noise reaches the layers
     below.
 
-    Raises:
-        CheckpointError: the files cannot be read, or the model does not have the policy's architecture.
+    Raises CheckpointError if the files cannot be read, or the model does not have the policy's architecture.
     """
     model, lacking = read_model(directory)
     old_head = model.get_output_embeddings()

@@ -28,8 +28,7 @@ class Learner:
 
     Args:
         model: model that is already sharded and whose untrained parameters are frozen.
-        flag: flag of the learning rate, for error messages.
-        whose: model for error messages if there is more than one, such as `of the value model`.
+        flag, whose: as in `require_finite`.
     """
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, world: World, *, flag: str = "--lr", whose: str = "") -> None:
@@ -42,8 +41,7 @@ class Learner:
     def step(self, gradients: StepGradients, num_micro_batches: int) -> tuple[float, float]:
         """Clip the gradients, update the weights, and return (learning rate, gradient norm before clipping). A collective.
 
-        Raises:
-            TrainerError: a loss or the gradient is not finite; the weights are unchanged.
+        Raises TrainerError if a loss or the gradient is not finite; the weights are unchanged.
         """
         parameters: list[Tensor] = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -80,11 +78,7 @@ class Learner:
 
 
 def freeze_parameters(model: nn.Module, trained: TrainedParameters) -> None:
-    """Disable the gradients of all parameters that are not trained.
-
-    Raises:
-        ConfigError: the lists of trained or frozen parameters do not fit the model.
-    """
+    """Disable the gradients of all parameters that are not trained. Raises ConfigError if `trained` does not fit the model."""
     parameters = dict(model.named_parameters())
     chosen = trained_names({name: (name,) for name in parameters}, trained)
     for name, parameter in parameters.items():

@@ -39,11 +39,7 @@ def add_policy_adapter(
 
 
 def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
-    """Check that an adapter was not trained on a base in another precision. An adapter without a record of its base is accepted.
-
-    Raises:
-        CheckpointError: the adapter was trained on a base in another precision.
-    """
+    """Raise CheckpointError if an adapter was trained on a base in another precision; one without a record of its base is accepted."""
     trained_on = QuantisedBase.read(adapter)
     if trained_on is not None and trained_on != base:
         raise CheckpointError(

@@ -98,14 +98,10 @@ class PackedModel(nn.Module):
         return sequences
 
     def make_batch_invariant(self, device: str, *, ranks: int = 1) -> None:
-        """Make a token's outputs bitwise independent of the other sequences in the row.
+        """Make a token's outputs bitwise independent of the other sequences in the row, on a `device` of this type.
 
-        Args:
-            device: type of the device that the model will run on.
-            ranks: number of tensor-parallel GPUs of an engine, whose rounding is reproduced.
-
-        Raises:
-            TrainerError: the model has layers without batch-invariant operations.
+        With several `ranks`, the rounding of an engine's tensor-parallel GPUs is reproduced. Raises TrainerError if the model has layers
+        without batch-invariant operations.
         """
         because = batch_variant_because(self.model.config.to_dict(), device)
         if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
@@ -193,14 +189,10 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
 
 def load_model(directory: Path, *, has_mtp: bool = False) -> PreTrainedModel:
-    """Load the causal LM in `directory` in float32 on the CPU, with packed attention and without dropout.
+    """Load a causal LM, with its MTP layer if `has_mtp`, in float32 on the CPU, with packed attention and without dropout.
 
-    Args:
-        has_mtp: also load the model's MTP layer.
-
-    Raises:
-        CheckpointError: files are missing or truncated, lack weights of the model, or contain NaN or infinities.
-        TrainerError: the torch trainer does not support the model.
+    Raises CheckpointError if files are missing or truncated, lack weights of the model, or contain NaN or infinities, and TrainerError if
+    the torch trainer does not support the model.
     """
     model, lacking = read_model(directory, has_mtp=has_mtp)
     require_whole(directory, lacking)
@@ -208,13 +200,9 @@ def load_model(directory: Path, *, has_mtp: bool = False) -> PreTrainedModel:
 
 
 def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedModel, dict[str, str]]:
-    """Load a model like `load_model`, but also if weights are missing or have another shape. These weights are random.
+    """Load a model like `load_model`, but with random weights where they are missing or have another shape.
 
     Return the model, and a description of each such weight by name.
-
-    Raises:
-        CheckpointError: files are missing or truncated, or contain NaN or infinities.
-        TrainerError: the torch trainer does not support the model.
     """
     register()
     disable_progress_bar()
@@ -265,11 +253,7 @@ def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedMod
 
 
 def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
-    """Check that no weights are missing or have another shape, given the descriptions that `read_model` returned.
-
-    Raises:
-        CheckpointError: weights are missing or have another shape; names up to five of them.
-    """
+    """Raise CheckpointError, naming up to five weights, if some are missing or have another shape, as `read_model` describes them."""
     if lacking:
         some = ", ".join(sorted(lacking.values())[:5])
         raise CheckpointError(
@@ -291,10 +275,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> None:
     """Compare log-probabilities of packed random sequences with the original forward pass of the model on each sequence.
 
-    With `shares_prefixes`, the sequences begin with the same tokens, which the row stores once.
-
-    Raises:
-        TrainerError: the log-probabilities differ, because packing does not reproduce a feature of the model's logits or attention.
+    With `shares_prefixes`, the sequences begin with the same tokens, which the row stores once. Raises TrainerError if they differ, because
+    packing does not reproduce a feature of the model's logits or attention.
     """
     model = policy.model
     sequences = _random_sequences(model.config)

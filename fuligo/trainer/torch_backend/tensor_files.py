@@ -63,8 +63,7 @@ class TensorFiles(HuggingFaceTensors):
     def read_all(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of all files, on the CPU, one at a time.
 
-        Raises:
-            CheckpointError: a file is damaged, or a tensor contains NaN or infinities.
+        Raises CheckpointError if a file is damaged, or a tensor contains NaN or infinities.
         """
         for name, stored in self._stored.items():
             tensor = self.read(name)
@@ -72,11 +71,7 @@ class TensorFiles(HuggingFaceTensors):
             yield name, tensor
 
     def check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Check the names and shapes of all tensors.
-
-        Raises:
-            CheckpointError: names or shapes differ from `expected`.
-        """
+        """Raise CheckpointError if the names or shapes of the tensors differ from `expected`."""
         for name in sorted(expected.keys() | self.shapes.keys()):
             held, wanted = self.shapes.get(name), expected.get(name)
             if held != wanted:

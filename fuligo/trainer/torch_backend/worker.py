@@ -54,15 +54,10 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
     """Worker with the models, optimizers and counters of one rank; models are sharded with FSDP2 on several ranks or in bf16."""
 
     def __init__(self, settings: TorchTrainerSettings, world: World, *, base: SharedBase | None = None) -> None:
-        """Load weights and build the optimizers.
+        """Load weights and build the optimizers. Errors are those of `build_worker`.
 
         Args:
             base: base weights that the policies of several runs in this process share, each with a separate adapter; single rank only.
-
-        Raises:
-            CheckpointError: weights cannot be read.
-            TrainerError: the model cannot run on packed tokens.
-            ConfigError: the lists of trained parameters do not fit the model.
         """
         super().__init__(settings, world)
         torch.manual_seed(settings.seed + world.rank)

@@ -10,7 +10,6 @@ from fuligo.config.groups import TrainFlags
 from fuligo.formats.checkpoint_files import is_distributed
 from fuligo.models.names import ModelNames, value_names
 from fuligo.trainer.batch import MicroBatch
-from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.megatron_backend.gradients import Row, compute_scores, head_weight, sum_gradients
 from fuligo.trainer.megatron_backend.learner import Learner, gather_parameters, zero_gradients
 from fuligo.trainer.megatron_backend.logprobs import gather_tokens
@@ -22,6 +21,7 @@ from fuligo.trainer.megatron_backend.weights.local import rank_groups
 from fuligo.trainer.objective import Objective, value_objective
 from fuligo.trainer.parameters import DTYPES
 from fuligo.trainer.ranks.settings import CriticSettings, TrainedParameters
+from fuligo.trainer.ranks.worker import BaseCritic
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import ScoreShare, StepShare
 from fuligo.trainer.step import StepGradients

@@ -7,7 +7,8 @@ is replicated. Between A and B, the ranks exchange `rank` numbers per token and 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -16,12 +17,16 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedMatrix, AdapterNames
-from fuligo.models.names import Form, Weight
+from fuligo.formats.weight_manifest import MergeRounding
+from fuligo.models.adapter import read_adapter_weights, require_shapes
+from fuligo.models.adapter_names import ADAPTER_MODULE, AdaptedMatrix, AdapterNames, ExpertsFactor
+from fuligo.models.names import Form, ModelNames, Weight
 from fuligo.trainer.megatron_backend.experts_lora import ExpertsAdapter, Update, add_experts_adapters, add_to_output
 from fuligo.trainer.megatron_backend.parts import held_weights
-from fuligo.trainer.megatron_backend.weights.forms import qkv_group_sizes
-from fuligo.trainer.megatron_backend.weights.local import linear_layers, rank_groups, unwrapped
+from fuligo.trainer.megatron_backend.weights.export import named_weights
+from fuligo.trainer.megatron_backend.weights.forms import experts_from_peft, qkv_group_sizes
+from fuligo.trainer.megatron_backend.weights.local import linear_layers, local_weights, rank_groups, unwrapped
+from fuligo.trainer.ranks.world import World
 
 
 class LinearAdapter(nn.Module):
@@ -209,3 +214,63 @@ class _Outputs:
             for kind, size in zip(self.kinds, self.sizes, strict=True)
         ]
         return torch.cat(blocks, dim=-1).flatten(-2)
+
+
+def load_adapter(chunks: Sequence[nn.Module], names: AdapterNames, directory: Path) -> None:
+    """Load this rank's parts of the adapter from a PEFT directory.
+
+    Raises CheckpointError if the directory is damaged or does not fit the model.
+    """
+    tensors = read_adapter_weights(directory)
+    shapes = {weight.checkpoint[0]: list(shape) for weight in names.weights() for shape in names.checkpoint_shapes(weight)}
+    require_shapes(tensors, shapes, directory)
+
+    def whole(weight: Weight) -> Tensor:
+        tensor = tensors[weight.checkpoint[0]]
+        return experts_from_peft(weight, tensor) if isinstance(weight, ExpertsFactor) else tensor
+
+    set_adapter(chunks, names, whole)
+
+
+@dataclass(slots=True)
+class AdaptedStages:
+    """Policy with a LoRA adapter. Implements `AdaptedPolicy`."""
+
+    chunks: Sequence[nn.Module]
+    names: ModelNames
+    adapter_names: AdapterNames
+    dtype: torch.dtype
+    world: World
+    rounding: MergeRounding = field(default_factory=MergeRounding)
+    """Number of adapted elements in the last `merged`, and how many of them differ from the base weights after rounding."""
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.chunks, self.names, dtype=self.dtype)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.chunks, self.adapter_names, dtype=self.dtype)
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and full tensors like `named_weights`, with W + scaling B A for adapted layers. A collective.
+
+        Each rank merges its parts before they are gathered. The sums are computed in float32 and rounded once. `rounding` is complete after
+        the last tensor.
+        """
+        weights, updates = local_weights(self.chunks), dict(local_updates(self.chunks))
+        rounding = MergeRounding()
+
+        def merged(name: str) -> Tensor:
+            """Return this rank's part of a weight. Parts are merged when they are sent, so that few merged ones exist at a time."""
+            nonlocal rounding
+            weight, update = weights[name], updates.get(name)
+            if update is None:
+                return weight
+            difference = update.difference()
+            merged = (weight.float() + difference).to(self.dtype)
+            if self.dtype != torch.float32 and update.is_first_copy and difference.any():
+                rounding += MergeRounding(int((merged != weight.to(self.dtype)).sum()), update.num_elements)
+            return merged
+
+        yield from named_weights(self.chunks, self.names, dtype=self.dtype, part_of=merged)
+        counts = torch.tensor([rounding.num_changed, rounding.num_elements], dtype=torch.float64, device=self.world.device)
+        self.rounding = MergeRounding(*(int(count) for count in self.world.sum(counts)))

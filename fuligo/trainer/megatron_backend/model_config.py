@@ -86,26 +86,19 @@ def _shape(flags: Mapping[str, Any], activation: Activation) -> Fields:
             "cannot train this model with Megatron: the trainer supports only RMSNorm, and gated MLPs with SiLU (SwiGLU) or tanh GELU; use "
             "--normalization RMSNorm --swiglu"
         )
-    num_heads = flags["num_attention_heads"]
     return {
-        "num_layers": flags["num_layers"],
-        "hidden_size": flags["hidden_size"],
-        "ffn_hidden_size": flags["ffn_hidden_size"],
-        "num_attention_heads": num_heads,
-        "num_query_groups": flags["num_query_groups"] if flags.get("group_query_attention") else num_heads,
-        "kv_channels": flags.get("kv_channels"),
+        **{name: flags[name] for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")},
+        **_given(flags, ("kv_channels", "softmax_scale", "add_qkv_bias", "rotary_interleaved")),
+        "num_query_groups": flags["num_query_groups"] if flags.get("group_query_attention") else flags["num_attention_heads"],
         "normalization": "RMSNorm",
         "layernorm_epsilon": flags.get("norm_epsilon", 1e-5),
         "layernorm_zero_centered_gamma": flags.get("apply_layernorm_1p", False),
-        "softmax_scale": flags.get("softmax_scale"),
         **_windows(flags),
         # The spec of latent attention contains these norms; with the flag on, Megatron would sum their equal gradients over the TP ranks.
         "qk_layernorm": flags.get("qk_layernorm", False) and not flags.get("multi_latent_attention"),
         "add_bias_linear": not flags.get("disable_bias_linear", False),
-        "add_qkv_bias": flags.get("add_qkv_bias", False),
         "gated_linear_unit": True,
         "activation_func": gelu_tanh if is_gelu else F.silu,
-        "rotary_interleaved": flags.get("rotary_interleaved", False),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
@@ -156,8 +149,7 @@ def _parallelism(settings: MegatronTrainerSettings) -> Fields:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "num_layers_in_first_pipeline_stage": layout.num_layers_first_stage,
         "num_layers_in_last_pipeline_stage": layout.num_layers_last_stage,
-        "account_for_embedding_in_pipeline_split": flags.get("account_for_embedding_in_pipeline_split", False),
-        "account_for_loss_in_pipeline_split": flags.get("account_for_loss_in_pipeline_split", False),
+        **_given(flags, ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")),
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

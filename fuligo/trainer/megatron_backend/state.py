@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
-from fuligo.formats.checkpoint_files import COUNTERS, MODEL_FILES, copy_model_files
+from fuligo.formats.checkpoint_files import MODEL_FILES, copy_model_files
 from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.shards import Shard, write_format, write_shards
 from fuligo.layout.megatron import Layout
@@ -39,13 +39,12 @@ from fuligo.models.adapter import write_adapter_weights, write_config_of
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.names import HEAD, ModelNames
 from fuligo.trainer.adapter_sender import other_base, require_scaling
-from fuligo.trainer.counters import Counters
 from fuligo.trainer.megatron_backend.parts import STATES, LocalWeight, ParameterState, held_weights, parameter_states, set_step
 from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.parameters import require_finite_weights
-from fuligo.trainer.random_state import read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.small_files import Counters, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.step import Progress
 
 logger = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ class CheckpointWriter:
                     write_format(directory)
                     copy_model_files(model_files, directory / MODEL_FILES)
                     counters = Counters(state.progress, state.base_digest, layout=state.layout)
-                    counters.write(directory / COUNTERS, self._world.size)
+                    counters.write(directory, self._world.size)
 
         _agreed(self._world, write)
 
@@ -207,7 +206,7 @@ class _Opened:
 
     @classmethod
     def of(cls, directory: Path, state: MegatronState, world: World) -> Self:
-        saved = Counters.read(directory / COUNTERS, "megatron")
+        saved = Counters.read(directory, "megatron")
         if saved.base_digest != state.base_digest:
             raise CheckpointError(other_base(directory, saved.base_digest, state.base_digest, weights=directory))
         tensors, weights = DistributedTensors(directory), held_weights(state.chunks, state.saved_names)
@@ -223,14 +222,14 @@ class _Opened:
 
 def _shards(state: MegatronState) -> Iterator[Shard]:
     weights = held_weights(state.chunks, state.saved_names)
-    yield from (part.shard for number, held in enumerate(weights) if _is_written_here(held, number) for part in held.parts)
+    own = [held for number, held in enumerate(weights) if _is_written_here(held, number)]
+    yield from (part.shard for held in own for part in held.parts)
     if state.reference is not None:
-        own = [held for number, held in enumerate(weights) if _is_written_here(held, number)]
         yield from _reference_shards(own, state.reference)
     if state.progress.num_optimizer_steps:
-        numbers = {id(held.tensor): number for number, held in enumerate(weights)}
+        written = {id(held.tensor) for held in own}
         for held, parameter in _trained(weights, state.optimizer):
-            if held.is_first_copy and (parameter.is_spread or _is_written_here(held, numbers[id(held.tensor)])):
+            if held.is_first_copy and (parameter.is_spread or id(held.tensor) in written):
                 yield from _state_shards(held, parameter, parameter.tensors())
 
 

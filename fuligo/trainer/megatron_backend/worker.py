@@ -21,12 +21,11 @@ from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.registry import architecture_of, names_of
 from fuligo.quantities import count
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
-from fuligo.trainer.megatron_backend.adapted_weights import AdaptedStages, load_adapter
 from fuligo.trainer.megatron_backend.cpu import run_on_cpu
 from fuligo.trainer.megatron_backend.critic import Critic
 from fuligo.trainer.megatron_backend.gradients import Routing, Row, Scores, compute_gradients, compute_scores, response_logprobs
 from fuligo.trainer.megatron_backend.learner import Learner, freeze_parameters, gather_parameters, zero_gradients
-from fuligo.trainer.megatron_backend.lora import adapter_off, add_adapters, dropout_on
+from fuligo.trainer.megatron_backend.lora import AdaptedStages, adapter_off, add_adapters, dropout_on, load_adapter
 from fuligo.trainer.megatron_backend.model import PolicyModel, build_chunks
 from fuligo.trainer.megatron_backend.routing_replay import RecordedPart, assemble
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings

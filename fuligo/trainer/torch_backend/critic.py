@@ -10,8 +10,8 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import MTP_PREFIX
 from fuligo.trainer.batch import PackedTokens
-from fuligo.trainer.critic import BaseCritic
 from fuligo.trainer.ranks.settings import CriticSettings
+from fuligo.trainer.ranks.worker import BaseCritic
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import ScoreShare, StepShare
 from fuligo.trainer.step import StepGradients

@@ -26,16 +26,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER
-from fuligo.formats.checkpoint_files import COUNTERS, VALUE_MODEL, other_files, record_dtypes
+from fuligo.formats.checkpoint_files import VALUE_MODEL, other_files, record_dtypes
 from fuligo.formats.hugging_face import MTP_PREFIX, language_part, read_config_json
 from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
 from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.adapter_sender import other_base, require_scaling
-from fuligo.trainer.counters import Counters
-from fuligo.trainer.random_state import has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.ranks.world import World
+from fuligo.trainer.small_files import Counters, has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.step import Progress
 from fuligo.trainer.torch_backend.critic import Critic
 from fuligo.trainer.torch_backend.learner import Learner
@@ -145,7 +144,7 @@ def _write_small_files(directory: Path, state: TrainingState, model_files: Path,
         if state.critic is not None:
             _write_model_files(directory / VALUE_MODEL, state.critic.learner.model, model_files)
         of_critic = None if state.critic is None else state.critic.learner.progress
-        Counters(state.policy.progress, state.base_digest, of_critic).write(directory / COUNTERS, world.size)
+        Counters(state.policy.progress, state.base_digest, of_critic).write(directory, world.size)
 
 
 def restore_state(directory: Path, state: TrainingState, world: World) -> None:
@@ -157,7 +156,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     Raises:
         CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
     """
-    counters = Counters.read(directory / COUNTERS, "torch")
+    counters = Counters.read(directory, "torch")
     if counters.base_digest != state.base_digest:
         raise CheckpointError(other_base(directory, counters.base_digest, state.base_digest, weights=directory / "hf"))
     if state.base_digest is not None and (trained_on := QuantisedBase.read(directory / ADAPTER)) != state.base:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -20,7 +21,8 @@ from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import freeze_towers, read_config, sees_images, text_config
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
-from fuligo.trainer.batch import PackedTokens
+from fuligo.trainer.batch import PackedTokens, pack_tokens
+from fuligo.trainer.mtp import MTPTraining, later_tokens
 from fuligo.trainer.packing import Cost, sequence_flops
 from fuligo.trainer.parameters import require_trained_mtp, sync_dtype
 from fuligo.trainer.ranks.compute_thread import ComputeThread
@@ -38,14 +40,19 @@ from fuligo.trainer.torch_backend.model import (
     check_packed_forward,
     enable_gradient_checkpointing,
     load_model,
+    unscored_sample,
 )
-from fuligo.trainer.torch_backend.rehearsal import MAX_ROW_TOKENS, made_up_row, policy_loss
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard, weight_tensors
 from fuligo.types import FloatArray
 
 logger = logging.getLogger(__name__)
+
+MAX_ROW_TOKENS = 8192
+"""Maximum length of the row in tokens. The compiler tunes kernels for the size of their first input, so a short row gives slow kernels."""
+SAMPLE_TOKENS = 512
+"""Maximum length of a sample in tokens."""
 
 PackedT = TypeVar("PackedT", bound=PackedModel)
 
@@ -263,3 +270,35 @@ def _cost(policy: Policy) -> Cost:
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
     num_weights += sum(layer.num_elements for layer in quantised_weights(policy.model).values())
     return sequence_flops(linear=2.0 * num_weights, attention=4.0 * config.hidden_size * config.num_hidden_layers)
+
+
+def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
+    """Return a row of at least two random samples with the same prompt, packed as in training.
+
+    Args:
+        max_tokens: length of the longest row of the run, which the row does not exceed. Samples do not exceed the model's positions.
+        shares_prefixes: store the prompt only once.
+    """
+    config = text_config(policy.model.config)
+    row_tokens = min(max_tokens, MAX_ROW_TOKENS)
+    num_tokens = max(2, min(SAMPLE_TOKENS, row_tokens // 2, getattr(config, "max_position_embeddings", SAMPLE_TOKENS)))
+    num_samples, num_prompt = max(2, row_tokens // num_tokens), max(1, num_tokens // 8)
+    ids = np.random.default_rng(0).integers(config.vocab_size, size=(num_samples, num_tokens), dtype=np.int32)
+    ids[:, :num_prompt] = ids[0, :num_prompt]
+    shared = [0, *[num_prompt] * (num_samples - 1)] if shares_prefixes else []
+    return pack_tokens([unscored_sample(of_sample, num_prompt) for of_sample in ids], device, shared=shared)
+
+
+def policy_loss(policy: Policy, row: PackedTokens, *, uses_entropy: bool, mtp: MTPTraining | None) -> Tensor:
+    """Return a loss with the gradients of a training step's.
+
+    Args:
+        uses_entropy: the loss has an entropy term, so the entropies have gradients too.
+        mtp: training of the MTP layer, which then has gradients too; None: the layer is not run.
+    """
+    if mtp is None:
+        outputs, further = policy(row), None
+    else:
+        outputs, further = policy.with_mtp(row, later_tokens(row, 1), is_joint=mtp.is_joint)
+    loss = outputs.logprobs.mean() if further is None else outputs.logprobs.mean() + further.mean()
+    return loss + outputs.entropy.mean() if uses_entropy else loss

@@ -24,9 +24,8 @@ from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import CriticSettings, LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.learner import compute_value_gradients
-from fuligo.trainer.torch_backend.rehearsal import made_up_row
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
-from fuligo.trainer.torch_backend.worker import TorchRankWorker
+from fuligo.trainer.torch_backend.worker import TorchRankWorker, made_up_row
 from tests import shares, train_batches
 
 pytestmark = pytest.mark.long

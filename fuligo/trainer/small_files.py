@@ -1,12 +1,21 @@
-"""Counters of a trainer's checkpoint (`trainer.json`)."""
+"""Small files of a trainer's checkpoint: counters (`trainer.json`), and the random states of the ranks, one file per rank."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import COUNTERS
+from fuligo.formats.disk import default_mode
 from fuligo.layout.megatron import Layout
+from fuligo.trainer.ranks.world import World
 from fuligo.trainer.step import Progress
 
 FORMAT = 1
@@ -25,7 +34,7 @@ class Counters:
     layout: Layout | None = None
     """Layout of the ranks of the Megatron trainer; None: the torch trainer wrote the file."""
 
-    def write(self, file: Path, num_ranks: int) -> None:
+    def write(self, directory: Path, num_ranks: int) -> None:
         content: dict[str, Any] = {"format": FORMAT, "num_ranks": num_ranks, **asdict(self.progress)}
         if self.base_digest is not None:
             content["base_digest"] = self.base_digest
@@ -33,11 +42,12 @@ class Counters:
             content["critic"] = asdict(self.critic)
         if self.layout is not None:
             content |= {"backend": "megatron", "layout": asdict(self.layout)}
-        file.write_text(json.dumps(content, indent=2))
+        (directory / COUNTERS).write_text(json.dumps(content, indent=2))
 
     @classmethod
-    def read(cls, file: Path, backend: str) -> Self:
+    def read(cls, directory: Path, backend: str) -> Self:
         """Read the file of a trainer, `torch` or `megatron`. Raises CheckpointError if it is damaged, or of another trainer or format."""
+        file = directory / COUNTERS
         try:
             content = json.loads(file.read_text())
             version, written_by = content["format"], content.get("backend", "torch")
@@ -60,3 +70,44 @@ class Counters:
 
 def _progress(fields: dict[str, int]) -> Progress:
     return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]))
+
+
+def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]) -> None:
+    """Write this rank's random state, with the backend's additional tensors `more`, below `directory`, which is created if missing.
+
+    Raises CheckpointError if the file cannot be written, for example because the disk is full.
+    """
+    state = {"torch": torch.get_rng_state(), **more}
+    if world.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(world.device)
+    file = _file(directory, world)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with default_mode(file):
+            save_file(state, file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {file}: {error}") from error
+
+
+def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:
+    """Read this rank's file from `write_random_state`. Raises CheckpointError if it is missing or damaged."""
+    file = _file(directory, world)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}; resume from an intact checkpoint") from error
+
+
+def has_random_state(directory: Path, world: World) -> bool:
+    """Return whether the checkpoint has a random state for this rank; it has none if a run with fewer ranks saved it."""
+    return _file(directory, world).exists()
+
+
+def set_random_state(state: Mapping[str, Tensor], world: World) -> None:
+    torch.set_rng_state(state["torch"])
+    if world.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], world.device)
+
+
+def _file(directory: Path, world: World) -> Path:
+    return directory / "rng" / f"rank_{world.rank:05d}.safetensors"

@@ -243,7 +243,7 @@ def measure_cpu_seconds(worker: TorchRankWorker, num_steps: int) -> None:
 
 def gradients(worker: TorchRankWorker, share: StepShare) -> None:
     worker.gradients(share)
-    worker.optimizer.zero_grad()
+    worker._learner.optimizer.zero_grad()
 
 
 def cpu_seconds(call: Callable[[], object], num_steps: int) -> float:
@@ -303,7 +303,7 @@ def measure_way(worker: TorchRankWorker, to_score: ScoreShare, to_train: list[St
         worker.gradients(to_train[0])
         grads = [parameter.grad for parameter in worker.policy.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        worker.optimizer.zero_grad()
+        worker._learner.optimizer.zero_grad()
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     if DEVICE == "cuda":

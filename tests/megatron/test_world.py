@@ -18,7 +18,7 @@ def places(world: World, layouts: list[Layout]) -> list[tuple[int, int, int, int
     """Return (tp, cp, dp, pp) of this rank under each layout."""
     from megatron.core import parallel_state
 
-    from fuligo.trainer.megatron_backend.worker import join_megatron, leave_megatron
+    from fuligo.trainer.megatron_backend.worker import join_megatron
 
     found = []
     for layout in layouts:
@@ -33,7 +33,7 @@ def places(world: World, layouts: list[Layout]) -> list[tuple[int, int, int, int
                 parallel_state.get_pipeline_model_parallel_rank(),
             )
         )
-        leave_megatron()
+        parallel_state.destroy_model_parallel()
     return found
 
 

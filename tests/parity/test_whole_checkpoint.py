@@ -102,7 +102,7 @@ def test_a_run_that_trained_its_tower_continues_on_text(published: Path, tmp_pat
         worker = TorchRankWorker(settings_of(published), World())
         for parameter in worker.policy.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        worker.optimizer.step()
+        worker._learner.optimizer.step()
         worker._learner.progress.num_optimizer_steps = 1
         (tmp_path / "iter_0000001").mkdir()
         worker.save(tmp_path / "iter_0000001")

@@ -59,7 +59,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft(published: Path, tmp_
     samples = train_batches.samples(LENGTHS, seed=1)
     for ours, sample in zip(worker.logprobs(shares.to_score(worker, samples)), samples, strict=True):
         np.testing.assert_allclose(ours, logprobs_of(theirs, sample).detach().numpy(), atol=1e-4)
-    worker.optimizer.zero_grad()
+    worker._learner.optimizer.zero_grad()
     worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
     means = [
         (logprobs_of(theirs, sample) * torch.from_numpy(sample.loss_mask).float()).sum() / sample.loss_mask.sum() for sample in samples

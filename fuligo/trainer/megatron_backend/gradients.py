@@ -230,9 +230,8 @@ def _replayed(
     """Replay the routing recorded in the samples inside the block; do nothing if no sample has a record."""
     if settings.routing is None or not num_choices(samples):
         return nullcontext({})
-    of_rows = [[samples[i] for i in row.plan.samples] for row in rows]
-    group = rank_groups().tensor
-    return replayed(chunks, [row.packed for row in rows], [row.tokens for row in rows], of_rows, settings.routing, group)
+    of_rows = [(row.packed, row.tokens, [samples[i] for i in row.plan.samples]) for row in rows]
+    return replayed(chunks, of_rows, settings.routing, rank_groups().tensor)
 
 
 def response_logprobs(chunk: nn.Module, row: Row, hidden: Tensor, settings: MegatronTrainerSettings) -> TokenLogprobs:

@@ -146,19 +146,16 @@ def asked(routers: Mapping[int, PackedRouter], about: Mapping[int, LayerReplay |
 @contextmanager
 def replayed(
     chunks: Sequence[nn.Module],
-    rows: Sequence[PackedRow],
-    tokens: Sequence[PackedTokens],
-    samples: Sequence[Sequence[TrainSample]],
+    rows: Sequence[tuple[PackedRow, PackedTokens, Sequence[TrainSample]]],
     shape: RoutingShape,
     tp_group: dist.ProcessGroup,
 ) -> Iterator[dict[int, LayerReplay]]:
     """Send the tokens of these micro-batches to the experts recorded in their samples inside the block. Yield the replays by layer."""
     routers = replayed_routers(chunks, shape)
-    config = get_model_config(chunks[0])
-    layers = list(routers)
-    of_rows = [row_choices(row, own_tokens, own, layers, shape) for row, own_tokens, own in zip(rows, tokens, samples, strict=True)]
-    own_tokens = [tp_slice(choices, tp_group, sequence_parallel=config.sequence_parallel) for choices in of_rows]
-    counts = [tp_slice(num_samples(row), tp_group, sequence_parallel=config.sequence_parallel) for row in rows]
+    layers, sequence_parallel = list(routers), get_model_config(chunks[0]).sequence_parallel
+    of_rows = [row_choices(row, tokens, samples, layers, shape) for row, tokens, samples in rows]
+    own_tokens = [tp_slice(choices, tp_group, sequence_parallel=sequence_parallel) for choices in of_rows]
+    counts = [tp_slice(num_samples(row), tp_group, sequence_parallel=sequence_parallel) for row, _, _ in rows]
     replays = {layer: LayerReplay([choices[:, i] for choices in own_tokens], counts) for i, layer in enumerate(layers)}
     with asked(routers, replays):
         yield replays

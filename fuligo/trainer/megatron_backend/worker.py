@@ -70,11 +70,6 @@ def join_megatron(layout: Layout, world: World, seed: int, *, timeout_s: float =
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def leave_megatron() -> None:
-    """Destroy Megatron's process groups, so that the process can use another layout. Call it before the default group is destroyed."""
-    parallel_state.destroy_model_parallel()
-
-
 class HostWeights:
     """Weights of another model of the same architecture, kept in host memory until they are swapped with the weights on the device."""
 
@@ -167,7 +162,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
         super().offload()
 
     def close(self) -> None:
-        leave_megatron()
+        parallel_state.destroy_model_parallel()
 
     def _load(self, chunks: list[PolicyModel], directory: Path) -> None:
         if is_distributed(directory):

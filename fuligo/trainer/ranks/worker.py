@@ -53,16 +53,6 @@ class BaseCritic(ABC):
     def gradients(self, step: StepShare) -> StepGradients | None:
         """Compute the gradients of the step's value loss; return None except on the rank that reports for its replica."""
 
-    def step(self, gradients: StepGradients | None, num_micro_batches: int) -> dict[str, float]:
-        """Call `Learner.step` and return the learning rate and gradient norm under the critic's metric names."""
-        lr, grad_norm = self.learner.step(gradients, num_micro_batches)
-        return {"critic_lr": lr, "critic_grad_norm": grad_norm}
-
-    @property
-    def learns_alone(self) -> bool:
-        """True in the first `num_only_rollouts` rollouts after the value model was started, in which only it is trained."""
-        return self.learner.progress.num_rollouts < self.settings.num_only_rollouts
-
     def end_rollout(self) -> None:
         """Count a rollout whose optimizer steps are done."""
         self.learner.progress.num_rollouts += 1
@@ -272,8 +262,9 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
             with self._timeline.span("forward, backward"):
                 found.append(self.critic.gradients(step))
             with self._timeline.span("optimizer"):
-                metrics = self.critic.step(found[-1], num_micro_batches)
-            if self.critic.learns_alone:
+                lr, grad_norm = self.critic.learner.step(found[-1], num_micro_batches)
+            metrics = {"critic_lr": lr, "critic_grad_norm": grad_norm}
+            if self.critic.learner.progress.num_rollouts < self.critic.settings.num_only_rollouts:
                 return found, metrics
         with self._timeline.span("forward, backward"):
             found.append(self.gradients(step))

@@ -105,9 +105,6 @@ def _build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opt
     return torch.optim.AdamW(groups, lr=settings.schedule.peak, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-ValueFn = Callable[[PackedTokens], Tensor]
-
-
 def compute_gradients(
     policy: Policy, step: StepShare, *, settings: LossSettings, device: torch.device, mtp: MTPTraining | None = None
 ) -> StepGradients:
@@ -133,7 +130,9 @@ def compute_gradients(
     return _sum_gradients(step, loss_of, scores, device)
 
 
-def compute_value_gradients(value_model: ValueFn, step: StepShare, *, clip: float, device: torch.device) -> StepGradients:
+def compute_value_gradients(
+    value_model: Callable[[PackedTokens], Tensor], step: StepShare, *, clip: float, device: torch.device
+) -> StepGradients:
     """Add the gradients of the value loss to the parameters' `grad`; return its losses and metrics, without scores.
 
     `clip`: as in `value_objective`.

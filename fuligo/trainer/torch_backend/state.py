@@ -88,11 +88,8 @@ def save_state(directory: Path, state: TrainingState, *, model_files: Path, worl
         CheckpointError: a file of tensors cannot be written.
         OSError: another file cannot be written.
     """
-    for part in _parts(state):
-        if world.rank == 0:
-            part.write(directory)
-        else:
-            deque(part.tensors, maxlen=0)  # takes part in the collectives
+    for part in _gathered(state, world):
+        part.write(directory)
     _write_small_files(directory, state, model_files, world)
 
 
@@ -102,12 +99,9 @@ def copy_state(directory: Path, state: TrainingState, *, model_files: Path, worl
     Return the function that writes the copies; on other ranks it does nothing.
     """
     copies: list[_Part] = []
-    for part in _parts(state):
-        if world.rank == 0:
-            held = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in part.tensors]
-            copies.append(_Part(part.place, part.stem, iter(held)))
-        else:
-            deque(part.tensors, maxlen=0)
+    for part in _gathered(state, world):
+        held = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in part.tensors]
+        copies.append(_Part(part.place, part.stem, iter(held)))
     _write_small_files(directory, state, model_files, world)
 
     def write() -> None:
@@ -115,6 +109,15 @@ def copy_state(directory: Path, state: TrainingState, *, model_files: Path, worl
             part.write(directory)
 
     return write
+
+
+def _gathered(state: TrainingState, world: World) -> Iterator[_Part]:
+    """Yield all parts on rank 0; on other ranks, take part in their collectives."""
+    for part in _parts(state):
+        if world.rank == 0:
+            yield part
+        else:
+            deque(part.tensors, maxlen=0)
 
 
 def _parts(state: TrainingState) -> Iterator[_Part]:

@@ -1,6 +1,5 @@
 """Rank worker of the torch trainer."""
 
-import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -47,12 +46,10 @@ from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restor
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard, weight_tensors
 from fuligo.types import FloatArray
 
-logger = logging.getLogger(__name__)
-
 MAX_ROW_TOKENS = 8192
-"""Maximum length of the row in tokens. The compiler tunes kernels for the size of their first input, so a short row gives slow kernels."""
+"""Maximum length of a made-up row in tokens. Kernels are tuned for the size of their first input, so a short row gives slow ones."""
 SAMPLE_TOKENS = 512
-"""Maximum length of a sample in tokens."""
+"""Maximum length of a made-up sample in tokens."""
 
 PackedT = TypeVar("PackedT", bound=PackedModel)
 
@@ -91,10 +88,6 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
             adapted = AdaptedModel(self.policy.model, self.export_dtype)
             named = settings.lora.adapter if settings.lora.is_named else None
             self._adapter_sender = AdapterSender(adapted, self._sender, world, merges=settings.lora.is_merged, named=named)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._learner.optimizer
 
     def warm_up(self) -> None:
         max_tokens = self.settings.capacity.max_tokens

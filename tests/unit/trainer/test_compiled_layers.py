@@ -120,7 +120,7 @@ def scores_and_gradients(worker: TorchRankWorker, lengths: Sequence[tuple[int, i
         samples = [replace(each, tokens=np.concatenate([prefix, each.tokens]), prompt_length=25 + each.prompt_length) for each in samples]
     scored = shares.scored(worker, samples)
     assert scored is not None
-    worker.optimizer.zero_grad()
+    worker._learner.optimizer.zero_grad()
     if worker.critic is not None:
         scored = train_batches.with_returns(scored, noise=0.1)
     step = shares.to_train(worker, train_batches.batch(scored))[0]
@@ -202,7 +202,7 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str, monkey
         monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="eager"))
     worker = make_worker(checkpoint, capacity=Capacity(max_tokens=256), **settings[case])
     expected = [scores_and_gradients(worker, lengths) for lengths in LATER_ROWS]
-    worker.optimizer.zero_grad()
+    worker._learner.optimizer.zero_grad()
     for model in worker._models():
         model.compile_layers()
     before = {name: parameter.detach().clone() for name, parameter in worker.policy.named_parameters()}
@@ -213,7 +213,7 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str, monkey
     assert torch.equal(torch.get_rng_state(), random_state)
     for name, parameter in worker.policy.named_parameters():
         assert torch.equal(parameter, before[name]) and parameter.grad is None, name
-    assert not worker.optimizer.state
+    assert not worker._learner.optimizer.state
     assert not counters["graph_break"]
     counters.clear()
     for lengths, without_compilation in zip(LATER_ROWS, expected, strict=True):

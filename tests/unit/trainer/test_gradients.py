@@ -56,7 +56,7 @@ def gradient(
 ) -> dict[str, torch.Tensor]:
     worker.settings = replace(worker.settings, loss=loss, capacity=capacity)
     worker.policy.chunk_tokens = chunk_tokens
-    worker.optimizer.zero_grad()
+    worker._learner.optimizer.zero_grad()
     worker.gradients(shares.to_train(worker, batch)[0])
     return {name: p.grad.clone() for name, p in worker.policy.model.named_parameters()}
 
@@ -99,7 +99,7 @@ def test_a_repeated_micro_batch_weighs_nothing(worker, batch):
     plans = [MicroBatchPlan(tuple(range(len(batch.samples))))]
     want = gradient(worker, batch, LOSSES["grpo"], Capacity())
     for padded in ([*plans, MicroBatchPlan((3,), counts=False)], [MicroBatchPlan((0, 8), counts=False), *plans]):
-        worker.optimizer.zero_grad()
+        worker._learner.optimizer.zero_grad()
         step = StepShare(StepSamples.of(batch, 0, LOSSES["grpo"]), MicroBatchSchedule(padded))
         result = compute_gradients(worker.policy, step, settings=LOSSES["grpo"], device=worker.world.device)
         assert_same({name: p.grad for name, p in worker.policy.model.named_parameters()}, want)

@@ -62,7 +62,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft(settings, checkpoint,
     samples = train_batches.samples(LENGTHS, seed=1)
     for ours, sample in zip(worker.logprobs(shares.to_score(worker, samples)), samples, strict=True):
         np.testing.assert_allclose(ours, logprobs_of(theirs, sample).detach().numpy(), atol=1e-5)
-    worker.optimizer.zero_grad()
+    worker._learner.optimizer.zero_grad()
     worker.gradients(shares.to_train(worker, train_batches.batch(samples))[0])
     masks = [torch.from_numpy(sample.loss_mask).float() for sample in samples]
     loss = -sum((logprobs_of(theirs, sample) * mask).sum() for sample, mask in zip(samples, masks)) / sum(mask.sum() for mask in masks)
@@ -83,7 +83,7 @@ def test_the_base_has_neither_gradient_nor_optimizer_state_and_stays(settings) -
         if parameter not in adapter:
             assert parameter.grad is None
             assert torch.equal(parameter, before[name]), name
-    assert set(worker.optimizer.state) == adapter
+    assert set(worker._learner.optimizer.state) == adapter
     assert len(lora_layers(worker.policy.model)) == 2 * 7  # every projection of both layers
 
 

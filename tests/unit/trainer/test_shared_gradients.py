@@ -75,7 +75,7 @@ def with_and_without(worker: TorchRankWorker, compute: Callable[[], torch.nn.Mod
     found: list[dict[str, torch.Tensor]] = []
     for shares_prefixes in (True, False):
         share(worker, shares_prefixes)
-        worker.optimizer.zero_grad()
+        worker._learner.optimizer.zero_grad()
         model = compute()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     return found

@@ -173,7 +173,7 @@ async def test_bad_lists_of_parameters_are_refused(settings, trained, message):
 async def test_norms_and_biases_do_not_decay(settings):
     settings = replace(settings, optimizer=OptimizerSettings(LearningRateSchedule(peak=0.1), weight_decay=0.5))
     trainer = await loaded(settings)
-    groups = trainer.worker.optimizer.param_groups
+    groups = trainer.worker._learner.optimizer.param_groups
     assert {group["weight_decay"]: {p.dim() for p in group["params"]} for group in groups} == {0.5: {2}, 0.0: {1}}
     await trainer.close()
 
@@ -183,7 +183,7 @@ async def test_biases_of_experts_and_sinks_do_not_decay(settings, tmp_path):
     decay = OptimizerSettings(LearningRateSchedule(peak=0.1), weight_decay=0.5)
     trainer = await loaded(replace(settings, optimizer=decay, initial_weights=tiny.save_checkpoint(tmp_path, "gpt_oss")))
     names = {parameter: name for name, parameter in trainer.worker.policy.model.named_parameters()}
-    groups = trainer.worker.optimizer.param_groups
+    groups = trainer.worker._learner.optimizer.param_groups
     decayed = {names[p].rpartition(".")[2] for group in groups for p in group["params"] if group["weight_decay"]}
     assert decayed == {"weight", "gate_up_proj", "down_proj"}
     await trainer.close()
@@ -194,7 +194,7 @@ async def test_gradient_is_clipped_to_the_given_norm(settings):
     settings = replace(settings, optimizer=OptimizerSettings(LearningRateSchedule(peak=1e-3), clip_grad=0.01))
     trainer = await loaded(settings)
     metrics = (await trainer.train(train_batches.batch(train_batches.samples(LENGTHS)))).metrics
-    state = trainer.worker.optimizer.state
+    state = trainer.worker._learner.optimizer.state
     norm = torch.sqrt(sum((s["exp_avg"] / 0.1).square().sum() for s in state.values()))
     assert metrics["train/grad_norm"] > 0.01
     assert norm.item() == pytest.approx(0.01, rel=1e-3)

@@ -46,12 +46,7 @@ class StepSamples:
 
     @classmethod
     def of(cls, batch: TrainBatch, step: int, settings: LossSettings, positions: Sequence[int] | None = None) -> Self:
-        """Return the samples of an optimizer step.
-
-        Args:
-            positions: positions in `batch.samples` of the samples to train; None: all samples of the step. The denominators cover the whole
-                step in any case.
-        """
+        """Return the samples of an optimizer step at `positions` of the batch (None: all); denominators cover the whole step anyway."""
         positions = batch.steps[step] if positions is None else positions
         samples = [batch.samples[i] for i in positions]
         num_tokens = sum(len(sample.tokens) - 1 for sample in samples)

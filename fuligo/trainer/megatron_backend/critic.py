@@ -32,10 +32,7 @@ class Critic(BaseCritic):
     """Critic of one rank."""
 
     def __init__(self, settings: CriticSettings, policy: MegatronTrainerSettings, names: ModelNames, world: World) -> None:
-        """Load the initial weights and build the optimizer.
-
-        Raises CheckpointError if the initial weights cannot be read or do not have the policy's architecture.
-        """
+        """Load the initial weights and build the optimizer. Raises CheckpointError if they are damaged or of another architecture."""
         self.names = value_names(names)
         self._model = replace(  # no tied head, no MTP layers, all parameters trained, no routing replay
             policy,

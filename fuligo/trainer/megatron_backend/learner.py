@@ -100,9 +100,7 @@ def apply_step(optimizer: ChainedOptimizer, settings: OptimizerSettings, *, step
 def _precisions(settings: MegatronTrainerSettings) -> dict[str, Any]:
     """Return the arguments of `OptimizerConfig` for the data types of the optimizer's state; empty on a CPU, where they are float32.
 
-    Low precision needs TransformerEngine's Adam and therefore a GPU.
-
-    Raises ConfigError if low precision is requested on a CPU.
+    Raises ConfigError if low precision is requested on a CPU; it needs TransformerEngine's Adam and therefore a GPU.
     """
     flags = settings.model_flags
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -47,7 +47,6 @@ def provided_model(
 
     Args:
         build_default: function that `default_model` calls while the provider runs.
-        kind: class of the model that the provider must return.
         pre_process: the stage has the embedding.
         post_process: the stage has the final norm, the head and the MTP layers.
         vp_stage: index of the stage among the rank's interleaved stages; None if the rank has one stage.

@@ -96,14 +96,10 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
 
     def save(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> None:
-        """Write a checkpoint. A collective.
+        """Write each state into its directory, which the caller renames when it is complete. A collective.
 
-        Args:
-            states: state to write into each directory. Directories are created; the caller renames them when they are complete.
-            model_files: Hugging Face directory whose config.json and tokenizer are copied.
-
-        Raises:
-            CheckpointError: a rank could not write; raised on every rank.
+        config.json and tokenizer are copied from the Hugging Face directory `model_files`. Raises CheckpointError, on every rank, if one
+        could not write.
         """
         self._write_small_files(states, model_files)
         for directory, state in states.items():

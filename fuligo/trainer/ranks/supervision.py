@@ -56,13 +56,9 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
 
 
 async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) -> bool:
-    """Return whether the rank answers a ping.
+    """Return whether the rank answers a ping. Raises RankError if it is gone or has stopped answering.
 
-    Args:
-        has_answered: the rank answered an earlier ping. Otherwise it may still be starting, and its silence is not an error.
-
-    Raises:
-        RankError: the rank is gone or has stopped answering.
+    `has_answered`: it answered an earlier ping. Otherwise it may still be starting, and its silence is not an error.
     """
     try:
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):

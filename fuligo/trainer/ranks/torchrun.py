@@ -123,9 +123,8 @@ async def connect_ranks(place: TorchrunPlace, size: int) -> list[RankHandle]:
 def follow(place: TorchrunPlace) -> None:
     """Serve as a rank other than 0 until the driver ends.
 
-    Raises:
-        ConfigError: the ranks have no common key.
-        TrainerError: the driver cannot be reached, belongs to another user, or refused this rank.
+    Raises ConfigError if the ranks have no common key, and TrainerError if the driver cannot be reached, belongs to another user, or
+    refused this rank.
     """
     key = place.read_key()
     try:

@@ -133,10 +133,7 @@ def compute_gradients(
 def compute_value_gradients(
     value_model: Callable[[PackedTokens], Tensor], step: StepShare, *, clip: float, device: torch.device
 ) -> StepGradients:
-    """Add the gradients of the value loss to the parameters' `grad`; return its losses and metrics, without scores.
-
-    `clip`: as in `value_objective`.
-    """
+    """Add the gradients of the value loss to the parameters' `grad`; return its losses and metrics, without scores."""
     return _sum_gradients(step, lambda _, inputs: value_objective(value_model(inputs.tokens), inputs, clip), {}, device)
 
 

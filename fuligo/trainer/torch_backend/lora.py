@@ -23,12 +23,8 @@ def add_policy_adapter(
 ) -> None:
     """Add the run's adapter to its policy and freeze all other parameters.
 
-    Args:
-        base: storage of the frozen linear layers on `device`; None: do not quantize them.
-
-    Raises:
-        ConfigError: the model lacks a layer that is to be adapted.
-        CheckpointError: the initial adapter is damaged, or belongs to another model or base precision.
+    `base`: storage of the frozen linear layers on `device`; None: do not quantize them. Raises ConfigError if the model lacks a layer that
+    is to be adapted, and CheckpointError if the initial adapter is damaged, or belongs to another model or base precision.
     """
     add_adapter(model, lora.adapter, seed=seed)
     if lora.initial_adapter is not None:

@@ -80,13 +80,8 @@ class _Part:
 def save_state(directory: Path, state: TrainingState, *, model_files: Path, world: World) -> None:
     """Write a checkpoint. A collective; rank 0 writes everything except the random state of the other ranks.
 
-    Args:
-        directory: directory to create; the caller renames it when it is complete.
-        model_files: Hugging Face directory whose tokenizer files are copied next to the weights.
-
-    Raises:
-        CheckpointError: a file of tensors cannot be written.
-        OSError: another file cannot be written.
+    The caller renames `directory` when it is complete. The tokenizer files of the Hugging Face directory `model_files` are copied next to
+    the weights. Raises CheckpointError or OSError if a file cannot be written.
     """
     for part in _gathered(state, world):
         part.write(directory)

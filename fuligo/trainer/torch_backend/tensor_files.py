@@ -22,10 +22,8 @@ SHARD_BYTES = 4 * 1024**3
 def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model") -> None:
     """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is created if missing.
 
-    GPU tensors are copied to the host one at a time, and host memory holds at most one shard of them.
-
-    Raises:
-        CheckpointError: a file cannot be written.
+    GPU tensors are copied to the host one at a time, and host memory holds at most one shard of them. Raises CheckpointError if a file
+    cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}

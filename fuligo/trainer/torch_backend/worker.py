@@ -268,9 +268,8 @@ def _cost(policy: Policy) -> Cost:
 def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
     """Return a row of at least two random samples with the same prompt, packed as in training.
 
-    Args:
-        max_tokens: length of the longest row of the run, which the row does not exceed. Samples do not exceed the model's positions.
-        shares_prefixes: store the prompt only once.
+    It does not exceed `max_tokens`, the length of the longest row of the run, nor do samples exceed the model's positions. With
+    `shares_prefixes`, the prompt is stored only once.
     """
     config = text_config(policy.model.config)
     row_tokens = min(max_tokens, MAX_ROW_TOKENS)
@@ -283,12 +282,7 @@ def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares
 
 
 def policy_loss(policy: Policy, row: PackedTokens, *, uses_entropy: bool, mtp: MTPTraining | None) -> Tensor:
-    """Return a loss with the gradients of a training step's.
-
-    Args:
-        uses_entropy: the loss has an entropy term, so the entropies have gradients too.
-        mtp: training of the MTP layer, which then has gradients too; None: the layer is not run.
-    """
+    """Return a loss with the gradients of a training step's, including those of entropies and MTP layer if the step trains them."""
     if mtp is None:
         outputs, further = policy(row), None
     else:

@@ -1,5 +1,7 @@
 """Check of --exact-on-policy: the trainer's log-probabilities must equal the engine's bit for bit."""
 
+from itertools import chain
+
 import numpy as np
 
 from fuligo.errors import TrainerError
@@ -14,7 +16,8 @@ def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
     """
     differing: list[tuple[TrainSample, int, float]] = []
     num_compared = 0
-    for position, sample in enumerate(batch.samples):
+    for position in chain.from_iterable(batch.steps):
+        sample = batch.samples[position]
         if sample.old_logprobs is not None:
             own = sample.old_logprobs
         elif position in batch.steps[0] and position in result.scores:  # no scores if only the value model was trained

@@ -2,7 +2,6 @@
 
     python benchmarks/shared_prefixes.py                          # all cases: Qwen3-4B's shape on CUDA, a tiny model on a CPU
     python benchmarks/shared_prefixes.py group --compile          # one case, layers compiled
-    python benchmarks/shared_prefixes.py --attention flex         # FlexAttention in place of the varlen kernel
     python benchmarks/shared_prefixes.py group --backend megatron # with the Megatron trainer, whose layers differ with sharing
     python benchmarks/shared_prefixes.py --kernels                # the attention of one layer alone, by kernel (CUDA)
     python benchmarks/shared_prefixes.py --cpu-seconds            # small cases on a CPU, in CPU seconds of one thread
@@ -25,12 +24,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from flex_attention import block_mask, flex_tree_attention
 from training import DEVICE, GIB, case_config, model_directory, save_model, timed
 from training_cases import Case
 
 from fuligo.job.trainer_settings import trainer_settings
-from fuligo.models import tree_attention
 from fuligo.models.attention import varlen_attention, varlen_row
+from fuligo.models.tree_attention import tree_row, varlen_tree_attention
 from fuligo.trainer.batch import pack_tokens
 from fuligo.trainer.ranks.world import World, join_world
 from fuligo.trainer.shared_prefixes import find_shared_prefixes
@@ -115,7 +115,6 @@ def main() -> None:
     parser.add_argument("--trees", type=int, help="trees of each case")
     parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps, after two warm-ups")
     parser.add_argument("--compile", action="store_true", help="compile the layers, as runs do")
-    parser.add_argument("--attention", choices=["varlen", "flex"], default="varlen", help="kernel of shared rows on CUDA")
     parser.add_argument("--backend", choices=["torch", "megatron"], default="torch", help="trainer")
     parser.add_argument("--way", choices=["off", "on"], help=argparse.SUPPRESS)
     parser.add_argument("--kernels", action="store_true", help="measure attention alone")
@@ -136,9 +135,6 @@ def main() -> None:
     if options.backend == "megatron":
         measure_megatron(cases, options)
         return
-    if options.compile and options.attention == "flex":
-        parser.error("cannot combine --compile with --attention flex: compiled layers use the varlen kernel; leave out one of them")
-    tree_attention.CUDA_KERNEL = options.attention
     flags = ("--precision", "bf16", *([] if options.compile else ["--no-torch-compile"])) if DEVICE == "cuda" else ()
     case = Case(options.model, num_layers=options.num_layers, max_tokens=options.max_tokens, flags=flags, backend="torch")
     worker = build_worker(case, TorchRankWorker)
@@ -331,13 +327,13 @@ def kernels_of_tree(samples: list[TrainSample], device: torch.device) -> list[fl
     plain, shared = pack_tokens(ordered, device), pack_tokens(ordered, device, shared=found.shared)
     tree, scale = shared.tree, 128**-0.5
     assert tree is not None
-    sequences, row = varlen_row(plain.cu_seqlens, device), tree_attention.tree_row(tree, device)
-    mask = tree_attention.block_mask(tree, device)
+    sequences, row = varlen_row(plain.cu_seqlens, device), tree_row(tree, device)
+    mask = block_mask(tree, device)
     return [
         kernel_ms(plain.num_tokens, lambda q, k, v: varlen_attention(q, k, v, sequences, scale=scale)),
-        kernel_ms(shared.num_tokens, lambda q, k, v: tree_attention.varlen_tree_attention(q, k, v, row, scale=scale)),
-        kernel_ms(shared.num_tokens, lambda q, k, v: tree_attention.flex_tree_attention(q, k, v, mask, scale=scale)),
-        1e3 * min(timed(lambda: tree_attention.block_mask.__wrapped__(tree, device))[0] for _ in range(3)),
+        kernel_ms(shared.num_tokens, lambda q, k, v: varlen_tree_attention(q, k, v, row, scale=scale)),
+        kernel_ms(shared.num_tokens, lambda q, k, v: flex_tree_attention(q, k, v, mask, scale=scale)),
+        1e3 * min(timed(lambda: block_mask(tree, device))[0] for _ in range(3)),
     ]
 
 

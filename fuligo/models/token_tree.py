@@ -76,16 +76,6 @@ class TokenTree:
         return [(shape, list(same)) for shape, same in groupby(nodes, key=lambda node: self.shapes[node])]
 
     @cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """[T] end of the subtree below each token: token q attends to token k if k <= q < ends[k]."""
-        ends = list(self.starts[1:])
-        for node in reversed(range(len(ends))):  # a node's subtree ends where its last child's does
-            parent = self.parents[node]
-            if parent >= 0:
-                ends[parent] = max(ends[parent], ends[node])
-        return np.repeat(np.array(ends, np.int64), self.lengths)
-
-    @cached_property
     def depths(self) -> NDArray[np.int64]:
         """[T] position of each token in its sequences, from 0."""
         return np.concatenate([np.arange(shape.length) + shape.num_before for shape in self.shapes])

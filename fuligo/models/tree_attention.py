@@ -4,25 +4,20 @@ A node of the tree attends to the tokens from the root to its own end, with a ca
 all of them. Varlen flash kernels compute this as a sequence of queries with a longer sequence of keys; CPUs use SDPA with a mask.
 """
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fuligo.models.attention import fits_flash_kernel, masked_attention, size_tensor
 from fuligo.models.batch_invariant import causal_attention
 from fuligo.models.gpu_invariant import paged_attention
 from fuligo.models.sink_attention import VarlenKernel, batched_with_sinks, flash_with_sinks
 from fuligo.models.token_tree import NodeShape, TokenTree
-
-CUDA_KERNEL: Literal["varlen", "flex"] = "varlen"
-"""Kernel on CUDA in half precision. `benchmarks/shared_prefixes.py` measures both; compiled layers always take varlen."""
 
 
 class TreeRow(NamedTuple):
@@ -161,8 +156,6 @@ def tree_attention(
         [T, H, Dv], or [Q, H, Dv]
     """
     if fits_flash_kernel(query, value):
-        if CUDA_KERNEL == "flex" and sinks is None and nodes is None:
-            return flex_tree_attention(query, key, value, block_mask(tree, query.device, window), scale=scale)
         return varlen_tree_attention(query, key, value, tree_row(tree, query.device, nodes), scale=scale, window=window, sinks=sinks)
     own = tuple(range(len(tree.lengths))) if nodes is None else nodes
     queries = dict(zip(own, query.split([tree.lengths[node] for node in own])))
@@ -237,36 +230,3 @@ def _branches(tree: TokenTree, device: torch.device) -> tuple[Tensor, tuple[int,
     with torch.inference_mode(False):  # the cache also serves passes with gradient
         starts = (0, *accumulate(len(path) for path in paths))
         return torch.from_numpy(rows).to(device), starts, torch.from_numpy(first).to(device)
-
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def tree_mask(tree: TokenTree, device: torch.device, window: int | None = None) -> MaskMod:
-    """Return the mask function of FlexAttention: a query attends to a key at or before it whose subtree contains the query."""
-    ends, depths = (torch.from_numpy(each).to(device) for each in (tree.ends, tree.depths))
-
-    def attends(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_branch = (key <= query) & (query < ends[key])
-        return in_branch if window is None else in_branch & (depths[query] - depths[key] < window)
-
-    return attends
-
-
-@lru_cache(maxsize=8)
-def block_mask(tree: TokenTree, device: torch.device, window: int | None = None) -> BlockMask:
-    """Return FlexAttention's block mask of the row; cached for all layers of a pass."""
-    return create_block_mask(tree_mask(tree, device, window), None, None, tree.num_tokens, tree.num_tokens, device=device)
-
-
-def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
-    """Compute `tree_attention` with FlexAttention, compiled on CUDA."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    attend = _compiled_flex_attention() if query.is_cuda else flex_attention
-    out: Any = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1))
-    return out.squeeze(0).transpose(0, 1)
-
-
-@cache
-def _compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)

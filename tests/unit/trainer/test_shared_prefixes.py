@@ -3,20 +3,17 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
 
-from fuligo.models.tree_attention import flex_tree_attention, take_rows, tree_attention, tree_mask
+from fuligo.models.tree_attention import take_rows, tree_attention
 from fuligo.trainer.packing import Capacity, pack, sequence_flops
 from fuligo.trainer.shared_prefixes import find_shared_prefixes, lay_out
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 SEQUENCES = st.lists(TOKENS, min_size=1, max_size=10)
 """Three tokens only, so that sequences share prefixes, repeat and extend one another."""
-CPU = torch.device("cpu")
 
 
 def trie(sequences, min_saved=1):
@@ -83,8 +80,9 @@ def test_a_tree_cut_at_pieces_of_its_row_is_the_same_tree(sequences, piece):
     padded = tree.with_padding(-(-tree.num_tokens // piece) * piece)
     cut = padded.cut(piece)
     assert all(start // piece == (end - 1) // piece for start, end in pairwise(cut.starts))
-    assert (cut.depths == padded.depths).all() and (cut.ends == padded.ends).all()
-    assert (padded.ends[: tree.num_tokens] == tree.ends).all() and (padded.depths[: tree.num_tokens] == tree.depths).all()
+    assert (cut.depths == padded.depths).all() and (seen(cut) == seen(padded)).all()
+    own = slice(tree.num_tokens)
+    assert (seen(padded)[own, own] == seen(tree)).all() and (padded.depths[own] == tree.depths).all()
 
 
 def test_sequences_that_extend_one_another_are_one_node():
@@ -92,17 +90,24 @@ def test_sequences_that_extend_one_another_are_one_node():
     assert (tree.starts, tree.parents) == ((0, 6), (-1,))
 
 
-@given(SEQUENCES, st.none() | st.integers(1, 6))
-def test_a_token_sees_only_its_own_prefix(sequences, window):
+def seen(tree):
+    """Return [T, T] True where the row's token attends to the column's, by the paths of the nodes."""
+    visible = np.zeros((tree.num_tokens,) * 2, bool)
+    for node, (start, end) in enumerate(pairwise(tree.starts)):
+        path = tree.path_tokens[tree.path_starts[node] : tree.path_starts[node + 1]]
+        for token in range(start, end):
+            visible[token, path[: len(path) - (end - 1 - token)]] = True
+    return visible
+
+
+@given(SEQUENCES)
+def test_a_token_sees_only_its_own_prefix(sequences):
     layout = trie(sequences)[2]
     visible = np.zeros((layout.tree.num_tokens,) * 2, bool)
     for slots in layout.slots:
         for t, slot in enumerate(slots):
-            visible[slot, slots[max(0, t + 1 - (window or len(slots))) : t + 1]] = True
-    every = torch.arange(layout.tree.num_tokens)
-    zero = torch.zeros((), dtype=torch.int64)
-    mask = tree_mask(layout.tree, CPU, window)(zero, zero, every[:, None], every[None])
-    assert (mask.numpy() == visible).all()
+            visible[slot, slots[: t + 1]] = True
+    assert (seen(layout.tree) == visible).all()
 
 
 H, HKV, D = 4, 2, 8
@@ -140,17 +145,6 @@ def test_tree_attention_and_its_gradients_are_those_of_each_sequence(sequences, 
     torch.testing.assert_close(part, want[rows])
     for mine, reference in zip(torch.autograd.grad(got, inputs, upstream), wanted):
         torch.testing.assert_close(mine, reference)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 5])
-def test_flex_attention_computes_the_same(window):
-    gen = torch.Generator().manual_seed(0)
-    sequences = [[*range(20), *(branch * 100 + t for t in range(7 + branch))] for branch in range(4)]
-    tree = trie([*sequences, [5, 6, 7]])[2].tree
-    q, k, v = (torch.randn(tree.num_tokens, heads, D, generator=gen) for heads in (H, HKV, HKV))
-    mask = create_block_mask(tree_mask(tree, CPU, window), None, None, tree.num_tokens, tree.num_tokens, device=CPU)
-    torch.testing.assert_close(flex_tree_attention(q, k, v, mask, scale=0.3), tree_attention(q, k, v, tree, scale=0.3, window=window))
 
 
 def test_gradients_of_rows_taken_often_are_added_in_float32():

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     from fuligo.data.dataset import PromptDataset
     from fuligo.job.hook_checks import CALLED_IN_A_RUN_ALONE, check_hooks
     from fuligo.models.directory import load_tokenizer
-    from fuligo.models.vision.prompts import prompt_images
+    from fuligo.models.vision.placing import prompt_images
 
     prompts = None
     if config.data.prompt_data and config.model.hf_checkpoint is not None:

@@ -11,8 +11,9 @@ from fuligo.data.row_file import PromptPath
 from fuligo.data.template import no_chat_template
 from fuligo.errors import ConfigError, DataError
 from fuligo.formats.hugging_face import has_chat_template, read_config_json
+from fuligo.models.registry import VISION_TYPES
+from fuligo.models.vision.placing import no_tower
 from fuligo.models.vision.processor import read_settings
-from fuligo.models.vision.types import no_tower, sees_images
 from fuligo.rollout.eval_sets import eval_set_specs
 from fuligo.rollout.rewards.check import unjudged
 
@@ -70,10 +71,10 @@ def _images(config: Config) -> Iterator[str]:
         return
     try:
         config_json = read_config_json(directory)
-        if sees_images(config_json):
+        if config_json.get("model_type") in VISION_TYPES:
             read_settings(directory)
         else:
-            yield no_tower(str(directory), config_json.get("model_type"))
+            yield no_tower(directory, config_json.get("model_type"))
     except ConfigError as error:
         yield from (f"--multimodal-keys: {text}" for text in error.problems)
 

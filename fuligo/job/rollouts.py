@@ -20,7 +20,7 @@ from fuligo.engines.profiling import EngineProfiler
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.job.engines import Engines
 from fuligo.limits import collector_paused
-from fuligo.models.vision.prompts import prompt_images
+from fuligo.models.vision.placing import prompt_images
 from fuligo.rollout.build import build_generators, build_sampling, vocab_size
 from fuligo.rollout.build_evaluation import build_evaluator
 from fuligo.rollout.continuous import ContinuousRunner

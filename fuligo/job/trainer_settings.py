@@ -10,7 +10,7 @@ from fuligo.config.groups import TrainFlags
 from fuligo.config.topology import policy_tp_size
 from fuligo.engines.backend import engine_backend
 from fuligo.errors import ConfigError
-from fuligo.formats.adapter_config import adapter_directory
+from fuligo.formats.adapter_config import TOWER_MODULES, adapter_directory
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.megatron import layout_of
@@ -20,7 +20,6 @@ from fuligo.models.device import Device, resolve_precision
 from fuligo.models.registry import architecture_of, batch_variant_because, names_of, unshareable_because
 from fuligo.models.routing import RoutingShape
 from fuligo.models.stated_flags import stated_flags
-from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.mtp import MTPTraining
 from fuligo.trainer.packing import Capacity
@@ -159,7 +158,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
 def _frozen(config: Config) -> tuple[str, ...]:
     """Return the regexes of frozen parameters."""
     train = config.train
-    return (*train.freeze_params_name_list, *([TOWER_PATTERN] if train.freeze_vision_tower else []))
+    return (*train.freeze_params_name_list, *([f"^{TOWER_MODULES}"] if train.freeze_vision_tower else []))
 
 
 def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int) -> OptimizerSettings:

@@ -33,7 +33,6 @@ from fuligo.formats.disk import default_mode
 from fuligo.models.adapter_names import PeftTargets, require_rank, require_targets
 from fuligo.models.experts_adapter import add_experts_adapter, experts_adapters, stacked_factors
 from fuligo.models.transformers_types import model_class, read_config
-from fuligo.models.vision.types import TOWER_PATTERN
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -59,7 +58,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings()
 
     def may_adapt(name: str) -> bool:
-        return ".indexer." not in name and ".router." not in name and re.match(TOWER_PATTERN, name) is None
+        return ".indexer." not in name and ".router." not in name and re.match(TOWER_MODULES, name) is None
 
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head and may_adapt(name)]
 
@@ -111,7 +110,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
 
 def _excluded_modules(model: PreTrainedModel, adapted: Collection[str]) -> str | None:
     """Return the pattern of the modules that PEFT must exclude, or None if no tower has modules with these names."""
-    collide = any(re.match(TOWER_PATTERN, name) and name.rpartition(".")[2] in adapted for name, _ in model.named_modules())
+    collide = any(re.match(TOWER_MODULES, name) and name.rpartition(".")[2] in adapted for name, _ in model.named_modules())
     return TOWER_MODULES if collide else None
 
 

@@ -22,8 +22,7 @@ from fuligo.formats.hugging_face import read_model_config
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Policy
 from fuligo.models.routing import RoutingShape
-from fuligo.models.vision.processor import ImageProcessor
-from fuligo.models.vision.resized import ResizedImages
+from fuligo.models.vision.processor import ImageProcessor, ResizedImages
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.continuous import Admission, ContinuousRunner
 from fuligo.rollout.custom_generate import CustomGenerate

@@ -12,7 +12,7 @@ from fuligo.config.hooks import hook_of, load_hook
 from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import DataError
-from fuligo.models.vision.prompts import prompt_images
+from fuligo.models.vision.placing import prompt_images
 from fuligo.rollout.build import reproducible, vocab_size
 from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs

@@ -17,7 +17,7 @@ from fuligo.engines.engine import Engine
 from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams, Tokenizer, trim
 from fuligo.errors import DataError, EngineError
 from fuligo.models.routing import RoutingShape
-from fuligo.models.vision.resized import ResizedImages
+from fuligo.models.vision.processor import ResizedImages
 from fuligo.types import IntArray, PromptImage, Sample, SampleStatus, Span
 
 MAX_TOKENS_DECODED_INLINE = 1024

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fuligo.formats.adapter_config import TOWER_MODULES
 from fuligo.models.transformers_types import model_class, read_config
-from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
@@ -141,7 +141,7 @@ def trainer_gradients(checkpoint: Path, *, is_float64: bool = False) -> dict[str
     settings = settings_of(checkpoint, loss=LossSettings(loss_type="sft_loss"), chunk_tokens=5, capacity=Capacity(max_tokens=30))
     worker = TorchRankWorker(settings, World())
     model = worker.policy.model
-    assert all(not parameter.requires_grad for name, parameter in model.named_parameters() if re.match(TOWER_PATTERN, name))
+    assert all(not parameter.requires_grad for name, parameter in model.named_parameters() if re.match(TOWER_MODULES, name))
     with in_float64(model) if is_float64 else nullcontext():
         worker.gradients(shares.to_train(worker, train_batches.batch(train_batches.samples(LENGTHS)))[0])
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from fuligo.convert.export import export
-from fuligo.formats.adapter_config import AdapterConfig
+from fuligo.formats.adapter_config import TOWER_MODULES, AdapterConfig
 from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.registry import experts_in
-from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
@@ -60,7 +59,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def is_of_tower(name: str) -> bool:
-    return re.match(TOWER_PATTERN, name) is not None
+    return re.match(TOWER_MODULES, name) is not None
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:

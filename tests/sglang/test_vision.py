@@ -18,8 +18,7 @@ from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import SGLangServer
 from fuligo.formats.payload import shared_payload
-from fuligo.models.vision.processor import ImageProcessor
-from fuligo.models.vision.resized import ResizedImages
+from fuligo.models.vision.processor import ImageProcessor, ResizedImages
 from fuligo.rollout.generate import SingleTurn
 from fuligo.types import Sample, SampleStatus
 from tests import tiny, tiny_vision

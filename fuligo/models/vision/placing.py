@@ -1,11 +1,17 @@
 """Placement of images in the token ids of a prompt, where every token of an image has the id of the image token."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from fuligo.errors import DataError
-from fuligo.models.vision.processor import TokenGrid, image_digest
+import numpy as np
+
+from fuligo.config import Config
+from fuligo.errors import ConfigError, DataError
+from fuligo.formats.hugging_face import read_config_json
+from fuligo.models.registry import VISION_TYPES
+from fuligo.models.vision.processor import ImageProcessor, TokenGrid, image_digest
 from fuligo.quantities import count
-from fuligo.types import PromptImage
+from fuligo.types import PlacedImages, PromptImage, RawImage
 
 
 def place_images(
@@ -90,3 +96,58 @@ def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int
     sizes = iter([grid.num_rows * grid.num_columns for grid in grids])
     origins = [at for at, token in enumerate(ids) for _ in range(next(sizes) if token == image_token_id else 1)]
     return [ids[at] for at in origins], origins
+
+
+def no_tower(directory: Path, model_type: object) -> str:
+    """Return the error message for images in the prompts of a model without a supported vision tower."""
+    known = ", ".join(sorted(VISION_TYPES))
+    return f"--multimodal-keys: {directory} is a {model_type} model; images in prompts need one of the type {known}"
+
+
+class PromptImages:
+    """Implementation of `data.images.ImagePlacer`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the settings of the checkpoint.
+
+        Raises ConfigError if it is a text-only model, or has no settings of a known image processor.
+        """
+        config_json = read_config_json(directory)
+        if config_json.get("model_type") not in VISION_TYPES:
+            raise ConfigError(no_tower(directory, config_json.get("model_type")))
+        self._processor = ImageProcessor(directory)
+        self.token_id = int(config_json["image_token_id"])
+
+    def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> PlacedImages:
+        """Place the images by their sizes. They are not decoded until `decode`, because a rollout draws all its prompts at once.
+
+        Raises DataError if an image is invalid, or the prompt does not have one image token for each image.
+        """
+        grids: list[TokenGrid] = []
+        for image in images:
+            try:
+                grids.append(self._processor.grid(image.data))
+            except DataError as error:
+                raise DataError(f"cannot process {image.source}: {error}") from error
+        whole, origins = expanded(ids, grids, self.token_id)
+        sources, contents = [image.source for image in images], [image.data for image in images]
+        placed = place_images(whole, contents, grids, self.token_id, sources)
+        return PlacedImages(np.asarray(whole, np.int32), np.asarray(origins, np.int64), placed)
+
+    def decode(self, images: Sequence[PromptImage]) -> None:
+        """Decode the images into the processor's cache. Raises DataError if an image cannot be decoded."""
+        for image in images:
+            try:
+                self._processor.patches(image.data, image.digest)
+            except DataError as error:
+                raise DataError(f"cannot process {image.source}: {error}") from error
+
+
+def prompt_images(config: Config) -> PromptImages | None:
+    """Return the object that places images in a run's prompts; None without --multimodal-keys.
+
+    Raises ConfigError if the model is text-only, or its image processor is unknown.
+    """
+    if not config.data.multimodal_keys:
+        return None
+    return PromptImages(config.hf_checkpoint_path)

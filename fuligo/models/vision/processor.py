@@ -12,19 +12,20 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from fuligo.errors import ConfigError, DataError
 from fuligo.formats.disk import read_plain_text
-from fuligo.types import FloatArray
+from fuligo.types import FloatArray, PromptImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image, Transpose
 
+T = TypeVar("T")
 PROCESSOR_FILE = "preprocessor_config.json"
 WHOLE_PROCESSOR_FILE = "processor_config.json"
 """Settings of all processors of a model, as transformers 5 saves them; its image settings take precedence over PROCESSOR_FILE."""
@@ -37,6 +38,8 @@ MAX_DECODED_PIXELS = 64 * 2**20
 """Largest number of pixels of an image before it is resized: a small file may decode to gigabytes."""
 KEPT_BYTES = 256 * 2**20
 """Size of the cache of patches in a process: the samples of a prompt, and the passes over a rollout, share images."""
+KEPT_RESIZED_BYTES = 128 * 2**20
+"""Size of the cache of resized images, which the samples of a prompt share."""
 
 _NUM_DECODING = 8
 """Largest number of images that a process decodes at once."""
@@ -72,6 +75,29 @@ def image_digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+class RecentValues(Generic[T]):
+    """Values by key, of which those used least recently are dropped beyond a total size; the newest always stays. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._values: OrderedDict[str, tuple[T, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> T | None:
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def add(self, key: str, value: T, num_bytes: int) -> None:
+        with self._lock:
+            self._values[key] = value, num_bytes
+            self._num_bytes += num_bytes
+            while self._num_bytes > self._max_bytes and len(self._values) > 1:
+                self._num_bytes -= self._values.popitem(last=False)[1][1]
+
+
 class ImageProcessor:
     """Image processor of a checkpoint, with a cache of the patches of recently used images. Thread-safe."""
 
@@ -80,9 +106,7 @@ class ImageProcessor:
         self._processor: Any = _processor(Path(directory))
         self.merge_size: int = self._processor.merge_size
         """Number of patches per token in each direction."""
-        self._kept: OrderedDict[str, Patches] = OrderedDict()
-        self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self._recent: RecentValues[Patches] = RecentValues(KEPT_BYTES)
         self._decoding = tuple(threading.Lock() for _ in range(_NUM_DECODING))
         """Locks by digest: the requests of a group arrive together, so the first decodes their image and the others wait."""
 
@@ -101,7 +125,7 @@ class ImageProcessor:
         Raises DataError if the bytes are not an image, are truncated, or decode to an image that is too large.
         """
         with self._decoding[hash(digest) % _NUM_DECODING]:
-            found = self._find(digest)
+            found = self._recent.get(digest)
             if found is None:
                 image = _decoded(data)
                 try:
@@ -112,11 +136,7 @@ class ImageProcessor:
                     ) from error
                 _, num_rows, num_columns = (int(number) for number in inputs["image_grid_thw"][0])
                 found = Patches(np.ascontiguousarray(inputs["pixel_values"], np.float32), num_rows, num_columns)
-                with self._lock:
-                    self._kept[digest] = found
-                    self._kept_bytes += found.values.nbytes
-                    while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                        self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
+                self._recent.add(digest, found, found.values.nbytes)
             return found
 
     def resized(self, data: bytes) -> bytes:
@@ -132,12 +152,6 @@ class ImageProcessor:
         file = io.BytesIO()
         image.save(file, "PNG", compress_level=1)
         return file.getvalue()
-
-    def _find(self, digest: str) -> Patches | None:
-        with self._lock:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-            return self._kept.get(digest)
 
     def _size(self, image: Image) -> tuple[int, int]:
         """Return the numbers of rows and columns of patches. Raises DataError if the image processor rejects the size."""
@@ -155,6 +169,28 @@ class ImageProcessor:
                     f"the image processor rejects an image of {width} x {height} pixels: {error}; resize or replace it"
                 ) from error
         return height // side, width // side
+
+
+class ResizedImages:
+    """Images as RGB PNG files of the size that is cut into patches, so that an engine's own resizing does not change their pixels."""
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        self._processor = processor
+        self._recent: RecentValues[PromptImage] = RecentValues(KEPT_RESIZED_BYTES)
+        self._lock = threading.Lock()
+
+    def of(self, image: PromptImage) -> PromptImage:
+        """Return the image resized; its tokens are the same. Raises DataError if it cannot be decoded."""
+        with self._lock:  # the samples of a prompt arrive together, so the first resizes their image
+            found = self._recent.get(image.digest)
+            if found is None:
+                try:
+                    data = self._processor.resized(image.data)
+                except DataError as error:
+                    raise DataError(f"cannot process {image.source}: {error}") from error
+                found = replace(image, data=data, digest=image_digest(data))
+                self._recent.add(image.digest, found, len(data))
+        return replace(found, source=image.source, first_token=image.first_token)
 
 
 def read_settings(directory: Path) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.adapter_config import ADAPTER
+from fuligo.formats.adapter_config import ADAPTER, TOWER_MODULES
 from fuligo.formats.checkpoint_files import VALUE_MODEL, other_files, record_dtypes
 from fuligo.formats.hugging_face import MTP_PREFIX, language_part, read_config_json
 from fuligo.formats.quantised_base import QuantisedBase, other_storage
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
-from fuligo.models.vision.types import TOWER_PATTERN
 from fuligo.trainer.adapter_sender import other_base, require_scaling
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.small_files import Counters, has_random_state, read_random_state, set_random_state, write_random_state
@@ -281,6 +280,6 @@ def _moment_shapes(model: nn.Module, *, saved: Container[str]) -> dict[str, tupl
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or (f"{name}.step" in saved and re.match(TOWER_PATTERN, name)):
+        if parameter.requires_grad or (f"{name}.step" in saved and re.match(TOWER_MODULES, name)):
             shapes |= {f"{name}.step": (), **{f"{name}.{moment}": tuple(parameter.shape) for moment in MOMENTS}}
     return shapes

@@ -19,8 +19,8 @@ from fuligo.data.conversation import ConversationDataset
 from fuligo.data.dataset import PromptDataset
 from fuligo.data.source import PromptSource
 from fuligo.errors import DataChangedError, DataError
+from fuligo.models.vision.placing import PromptImages
 from fuligo.models.vision.processor import MAX_DECODED_PIXELS
-from fuligo.models.vision.prompts import PromptImages
 from tests import tiny_vision
 
 SETTINGS = DataFlags(multimodal_keys={"image": "images"}, apply_chat_template=True)

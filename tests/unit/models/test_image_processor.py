@@ -47,10 +47,10 @@ def test_requests_for_one_image_at_once_decode_it_once(checkpoint: Path, monkeyp
 
 
 def test_the_least_recently_used_patches_are_dropped(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = ImageProcessor(checkpoint)
     images = [tiny_vision.png(32, 32, seed=number) for number in range(3)]
-    size = processor.patches(images[0], "0").values.nbytes
+    size = ImageProcessor(checkpoint).patches(images[0], "0").values.nbytes
     monkeypatch.setattr(module, "KEPT_BYTES", 2 * size)
+    processor = ImageProcessor(checkpoint)
     first = processor.patches(images[0], "0")
     second = processor.patches(images[1], "1")
     assert processor.patches(images[0], "0") is first

@@ -12,8 +12,7 @@ from fuligo.config.groups import RolloutFlags
 from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, SamplingParams
 from fuligo.errors import EngineError
 from fuligo.models.routing import RoutingShape
-from fuligo.models.vision.processor import ImageProcessor
-from fuligo.models.vision.resized import ResizedImages
+from fuligo.models.vision.processor import ImageProcessor, ResizedImages
 from fuligo.rollout.generate import SingleTurn, sampling_params, trim
 from fuligo.types import IntArray, PromptImage, Sample, SampleStatus
 from tests import tiny, tiny_vision

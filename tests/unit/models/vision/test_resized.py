@@ -9,9 +9,8 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from fuligo.errors import DataError
-from fuligo.models.vision import resized as resized_module
-from fuligo.models.vision.processor import ImageProcessor, image_digest
-from fuligo.models.vision.resized import ResizedImages
+from fuligo.models.vision import processor as processor_module
+from fuligo.models.vision.processor import ImageProcessor, ResizedImages, image_digest
 from fuligo.types import PromptImage
 from tests import tiny_vision
 
@@ -50,10 +49,10 @@ def test_patches_stay_equal_also_without_fuligos_reading_of_the_file(processor):
 
 
 def test_samples_of_a_prompt_share_the_resized_image(processor, monkeypatch):
+    monkeypatch.setattr(processor_module, "KEPT_RESIZED_BYTES", 1)
     images = ResizedImages(processor)
     first = images.of(prompt_image(tiny_vision.png(33, 41)))
     assert images.of(prompt_image(tiny_vision.png(33, 41), first_token=9)).data is first.data
-    monkeypatch.setattr(resized_module, "KEPT_BYTES", 1)
     images.of(prompt_image(tiny_vision.png(41, 33)))
     assert images.of(prompt_image(tiny_vision.png(33, 41))).data is not first.data, "the oldest was dropped"
 

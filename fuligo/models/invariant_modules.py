@@ -1,5 +1,7 @@
 """Batch-invariant forward passes that replace those of transformers' modules."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,87 +62,64 @@ class InvariantModel:
                 module.forward = InvariantLinear(module, keeps_weight=keeps_weights, dtype=dtype, ranks=parts)
                 self._layers.append(module.forward)
             elif type(module).__name__ == "Qwen3MoeTopKRouter":
-                module.forward = InvariantRouter(module)
+                module.forward = partial(route_tokens, module)
             elif type(module).__name__ == "Qwen3MoeExperts":
                 module.forward = InvariantExperts(module, keeps_weights=keeps_weights, ranks=ranks)
                 self._layers.append(module.forward)
             elif type(module).__name__.endswith("RMSNorm"):
-                module.forward = InvariantNorm(module)
+                module.forward = partial(_norm, module)
             elif hasattr(module, "act_fn"):
                 module.act_fn.forward = silu
-                module.forward = InvariantMLP(module)
+                module.forward = partial(_mlp, module, module.forward)
             elif hasattr(module, "o_proj"):
-                module.forward = InvariantAttention(module)
+                module.forward = partial(_attend, module, module.forward)
 
     def forget_weights(self) -> None:
         for layer in self._layers:
             layer.forget()
 
 
-class InvariantNorm:
-    """Forward pass of an RMSNorm."""
-
-    def __init__(self, norm: Any) -> None:
-        self._norm = norm
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self._norm.weight, self._norm.variance_epsilon)
+def _norm(norm: Any, hidden_states: Tensor) -> Tensor:
+    return rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
 
 
-class InvariantMLP:
-    """Forward pass of a SwiGLU MLP, with one kernel for the activation on a GPU."""
-
-    def __init__(self, mlp: Any) -> None:
-        self._mlp = mlp
-        self._ordinary = mlp.forward
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:
-            return self._ordinary(x)
-        mlp = self._mlp
-        return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+def _mlp(mlp: Any, ordinary: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute a SwiGLU MLP, on a GPU with one kernel for the activation. `ordinary`: the module's own forward pass."""
+    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x))) if x.is_cuda else ordinary(x)
 
 
-class InvariantAttention:
-    """Forward pass of attention in Llama and Qwen models, with one kernel for the rotary embeddings on a GPU."""
-
-    def __init__(self, attention: Any) -> None:
-        self._attention = attention
-        self._ordinary = attention.forward
-
-    def __call__(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any = None, **given: Any) -> Any:
-        if not hidden_states.is_cuda:
-            return self._ordinary(
-                hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **given
-            )
-        layer = self._attention
-        query, key, value = (each(hidden_states).unflatten(-1, (-1, layer.head_dim)) for each in (layer.q_proj, layer.k_proj, layer.v_proj))
-        if hasattr(layer, "q_norm"):
-            query, key = layer.q_norm(query), layer.k_norm(key)
-        cos, sin = (each[0] for each in position_embeddings)
-        query, key = (rotate(each[0], cos, sin)[None] for each in (query, key))
-        attend = AttentionInterface()[layer.config._attn_implementation]
-        heads_first = (each.transpose(1, 2) for each in (query, key, value))
-        out, weights = attend(layer, *heads_first, attention_mask, dropout=0.0, scaling=layer.scaling, **given)
-        return layer.o_proj(out.flatten(2)), weights
+def _attend(
+    layer: Any,
+    ordinary: Callable[..., Any],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any = None,
+    **given: Any,
+) -> Any:
+    """Compute attention in Llama and Qwen models, on a GPU with one kernel for the rotary embeddings. `ordinary`: as in `_mlp`."""
+    if not hidden_states.is_cuda:
+        return ordinary(hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **given)
+    query, key, value = (each(hidden_states).unflatten(-1, (-1, layer.head_dim)) for each in (layer.q_proj, layer.k_proj, layer.v_proj))
+    if hasattr(layer, "q_norm"):
+        query, key = layer.q_norm(query), layer.k_norm(key)
+    cos, sin = (each[0] for each in position_embeddings)
+    query, key = (rotate(each[0], cos, sin)[None] for each in (query, key))
+    attend = AttentionInterface()[layer.config._attn_implementation]
+    heads_first = (each.transpose(1, 2) for each in (query, key, value))
+    out, weights = attend(layer, *heads_first, attention_mask, dropout=0.0, scaling=layer.scaling, **given)
+    return layer.o_proj(out.flatten(2)), weights
 
 
-class InvariantRouter:
-    """Forward pass of Qwen3-MoE's router; the weights of a token's experts are summed in a fixed order."""
-
-    def __init__(self, router: Any) -> None:
-        self._router = router
-
-    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        router = self._router
-        logits = linear(hidden_states.reshape(-1, router.hidden_dim), router.weight, None, dtype=hidden_states.dtype)
-        if logits.is_cuda:
-            weights, chosen = route(logits, router.top_k, renormalize=router.norm_topk_prob)
-            return logits, weights, chosen
-        weights, chosen = softmax(logits).topk(router.top_k, dim=-1)
-        if router.norm_topk_prob:
-            weights = weights / sum(weights.split(1, dim=-1))
-        return logits, weights.to(logits.dtype), chosen
+def route_tokens(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute Qwen3-MoE's router; the weights of a token's experts are summed in a fixed order."""
+    logits = linear(hidden_states.reshape(-1, router.hidden_dim), router.weight, None, dtype=hidden_states.dtype)
+    if logits.is_cuda:
+        weights, chosen = route(logits, router.top_k, renormalize=router.norm_topk_prob)
+        return logits, weights, chosen
+    weights, chosen = softmax(logits).topk(router.top_k, dim=-1)
+    if router.norm_topk_prob:
+        weights = weights / sum(weights.split(1, dim=-1))
+    return logits, weights.to(logits.dtype), chosen
 
 
 class InvariantExperts:

@@ -1,6 +1,7 @@
 """Batch-invariant operations: equal bits for any neighbours, and values near those of ordinary operations in float64."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from fuligo.models import batch_invariant, invariant_modules
 from fuligo.models.attention import packed_attention
 from fuligo.models.batch_invariant import attention, causal_attention, linear, log_softmax, rms_norm, round_rows, round_weight, silu
-from fuligo.models.invariant_modules import InvariantExperts, InvariantModel, InvariantRouter
+from fuligo.models.invariant_modules import InvariantExperts, InvariantModel, route_tokens
 from tests import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -207,7 +208,7 @@ def test_a_mixture_depends_on_the_token_alone_and_has_the_gradients_of_ordinary_
         return out.detach(), list(torch.autograd.grad((out * heavy_tailed(*out.shape, seed=2)).sum(), [given, *block.parameters()]))
 
     want, wanted = run()
-    block.gate.forward, block.experts.forward = InvariantRouter(block.gate), InvariantExperts(block.experts, keeps_weights=False)
+    block.gate.forward, block.experts.forward = partial(route_tokens, block.gate), InvariantExperts(block.experts, keeps_weights=False)
     got, found = run()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     for mine, reference in zip(found, wanted, strict=True):

@@ -8,7 +8,7 @@ the sink is minus its weight times the dot product of the output and the output'
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,9 @@ TORCH_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """True if torch's varlen kernel has an argument to enable grouped heads; torch 2.11's has none and always supports them."""
 
 
-class Kernel(Protocol):
-    """Attention kernel that also returns the logsumexp [..., T] of its scores; outputs are [..., T, D]."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and float32 logsumexp."""
-        ...
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """Flash kernel over packed sequences, on CUDA in half precision: query [T, H, D], logsumexp [T, H].
+    """Flash kernel over packed sequences, on CUDA in half precision: query and output [T, H, D], float32 logsumexp of the scores [T, H].
 
     It calls the forward and backward operators of torch's `varlen_attn` directly, since the logsumexp of `varlen_attn` has no gradient.
     """
@@ -80,7 +66,7 @@ class VarlenKernel:
 
 @dataclass(frozen=True, slots=True)
 class CpuKernel:
-    """torch's flash kernel on CPUs: query [B, H, L, D], key [B, Hkv, S, D], logsumexp [B, H, L]."""
+    """torch's flash kernel on CPUs: query and output [B, H, L, D], key [B, Hkv, S, D], logsumexp of the scores [B, H, L]."""
 
     mask: Tensor | None
     """[L, S] added to the scores, -inf where a token does not attend; None: causal."""
@@ -98,6 +84,10 @@ class CpuKernel:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, log_sum_exp, 0.0, self.mask is None, attn_mask=self.mask, scale=self.scale
         )
+
+
+Kernel = VarlenKernel | CpuKernel
+"""Attention kernel whose `forward` also returns the logsumexp; `backward` returns the gradients of query, key and value."""
 
 
 def flash_with_sinks(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """Bitwise comparison of two checkpoints, tensor by tensor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fuligo.checkpoint.location import saved_value_model, training_checkpoint, weights_directory, weights_of
+from fuligo.convert.dist_to_hf import Weights
 from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.formats.buckets import as_bytes
 from fuligo.formats.checkpoint_files import VALUE_MODEL, is_distributed
@@ -17,15 +17,6 @@ from fuligo.formats.hf_tensors import HuggingFaceTensors
 
 CHUNK_ELEMENTS = 2**24
 """Number of elements compared at a time in float64."""
-
-
-class Tensors(Protocol):
-    """Tensors by name, read on demand."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def read(self, name: str) -> Tensor: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,7 +91,7 @@ def _compared(name: str, one: Tensor, other: Tensor) -> Comparison:
     return Comparison(name, types + numbers, largest)
 
 
-def _open(directory: Path, model: Path | None, *, as_they_are: bool) -> Tensors:
+def _open(directory: Path, model: Path | None, *, as_they_are: bool) -> Weights:
     if is_distributed(directory):
         return DistributedTensors(directory) if as_they_are else HuggingFaceView(directory, model)
     return HuggingFaceTensors(directory)

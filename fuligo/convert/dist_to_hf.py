@@ -21,7 +21,7 @@ from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import TENSORS, read_config_json
 
 FILE_BYTES = 4 * 1024**3
-"""Default of the `file_bytes` arguments below."""
+"""Largest size of a file of weights, which is held in memory; a larger tensor gets a separate file."""
 NO_CHANGE: Mapping[str, object] = {}
 
 
@@ -37,14 +37,13 @@ class Weights(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
+def dist_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None:
     """Convert a distributed checkpoint to a Hugging Face directory for transformers and engines. `target` appears when it is complete.
 
     Args:
         source: a distributed checkpoint.
         target: a new or empty directory.
         model: Hugging Face directory from which to take config.json and tokenizer; None: those in the checkpoint are used.
-        file_bytes: largest size of a file of weights, which is held in memory; a larger tensor gets a separate file.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written.
@@ -52,19 +51,16 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None, file_by
     """
     view = HuggingFaceView(source, model)
     changed = {"tie_word_embeddings": False} if view.is_value_model else NO_CHANGE
-    write_directory(view, view.model, target, changed=changed, file_bytes=file_bytes)
+    write_directory(view, view.model, target, changed=changed)
 
 
-def write_directory(
-    weights: Weights, model: Path, target: Path, *, changed: Mapping[str, object] = NO_CHANGE, file_bytes: int = FILE_BYTES
-) -> None:
+def write_directory(weights: Weights, model: Path, target: Path, *, changed: Mapping[str, object] = NO_CHANGE) -> None:
     """Write a Hugging Face directory with these weights to `target`, which appears when it is complete.
 
     Args:
         model: directory from which to copy the files other than weights.
         target: a new or empty directory.
         changed: keys to change in config.json.
-        file_bytes: see `dist_to_hf`.
 
     Raises:
         CheckpointError: the weights are damaged, or the target cannot be written.
@@ -75,7 +71,7 @@ def write_directory(
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _write_weights(weights, unfinished, file_bytes)
+        _write_weights(weights, unfinished)
         for file in other_files(model):
             if file.name != TENSORS:
                 shutil.copy(file, unfinished)
@@ -91,8 +87,8 @@ def write_directory(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_weights(weights: Weights, directory: Path, file_bytes: int) -> None:
-    files = list(_cut(weights, file_bytes))
+def _write_weights(weights: Weights, directory: Path) -> None:
+    files = list(_cut(weights))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -107,11 +103,11 @@ def _num_bytes(weights: Weights, name: str) -> int:
     return prod(weights.shapes[name]) * weights.dtypes[name].itemsize
 
 
-def _cut(weights: Weights, file_bytes: int) -> Iterator[list[str]]:
+def _cut(weights: Weights) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name in weights.shapes:
-        if names and size + _num_bytes(weights, name) > file_bytes:
+        if names and size + _num_bytes(weights, name) > FILE_BYTES:
             yield names
             names, size = [], 0
         names.append(name)

@@ -16,16 +16,17 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from fuligo.convert.fp8_plan import CONFIG, INDEX, UNFINISHED, Fp8Plan
+from fuligo.convert.fp8_plan import CONFIG, INDEX, Fp8Plan
 from fuligo.errors import CheckpointError
+from fuligo.formats.checkpoint_files import UNFINISHED
 from fuligo.formats.disk import replace_text, sync
 from fuligo.formats.fp8 import block_maxima, fp8_scales, fp8_values, scales_for
 from fuligo.formats.fp8_shards import Shard, TargetTensor
+from fuligo.formats.hf_tensors import DTYPES
 from fuligo.quantities import amount
 
 _CHUNK_BYTES = 4 * 2**20
 """Number of bytes read at a time. A thread needs about ten times as much memory, regardless of the size of tensors and files."""
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 Report = Callable[[str], None]
 Piece = tuple[int, bytes | bytearray]
 """(offset in the new file, bytes)."""
@@ -169,7 +170,7 @@ def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor
     for first in range(0, height, num_rows):
         count = min(num_rows, height - first)
         data = _read(file, tensor.start + first * row_bytes, count * row_bytes)
-        yield torch.frombuffer(data, dtype=_DTYPES[tensor.source.dtype]).view(count, width)
+        yield torch.frombuffer(data, dtype=DTYPES[tensor.source.dtype]).view(count, width)
 
 
 def _read(file: BinaryIO, start: int, num_bytes: int) -> bytearray:

@@ -12,21 +12,18 @@ from math import prod
 from pathlib import Path
 
 from fuligo.errors import ConfigError
+from fuligo.formats.checkpoint_files import UNFINISHED
 from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
 from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
 from fuligo.formats.stored_experts import StoredExperts
-from fuligo.models.architecture import Architecture, Part
+from fuligo.models.architecture import Architecture
 from fuligo.models.hub import model_directory
 from fuligo.models.registry import architecture_of, family_of
 from fuligo.quantities import amount, count, magnitude
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-UNFINISHED = ".tmp_"
-"""Prefix of files that are being written; a crash leaves them."""
-
-_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,8 @@ def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_w
 
 def _estimate(source: Path, target: Path, quantisation: Quantisation, num_workers: int, architecture: Architecture) -> Fp8Plan:
     """Return a plan estimated from config.json, without weights: bf16 and whole blocks; channel and tensor scales are not counted."""
-    parts = list(_parts(architecture))
+    layers = (*architecture.layers, *architecture.mtp_layers)
+    parts = (*architecture.outer_parts, *(part for layer in layers for part in layer.parts))
     num_quantised = sum(part.num_parameters for part in parts if part.quantisable)
     num_kept = sum(part.num_parameters for part in parts if not part.quantisable)
     scales = num_quantised // prod(quantisation.block_size) if quantisation.block_size is not None else 0
@@ -162,7 +160,7 @@ def _estimate(source: Path, target: Path, quantisation: Quantisation, num_worker
         num_quantised,
         num_kept,
         source_bytes=2 * (num_quantised + num_kept),
-        target_bytes=num_quantised + scales * _SCALE_BYTES + 2 * num_kept,
+        target_bytes=num_quantised + 4 * scales + 2 * num_kept,
         shards=(),
         other_files=(),
     )
@@ -214,12 +212,6 @@ def _target_problems(plan: Fp8Plan) -> Iterator[str]:
     free = shutil.disk_usage(existing).free
     if free < missing:
         yield f"--save-dir {target} needs {amount(missing)}, but only {amount(free)} are free; use another disk"
-
-
-def _parts(architecture: Architecture) -> Iterator[Part]:
-    yield from architecture.outer_parts
-    for layer in (*architecture.layers, *architecture.mtp_layers):
-        yield from layer.parts
 
 
 def _raise(problems: Iterator[str]) -> None:

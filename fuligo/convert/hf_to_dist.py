@@ -1,12 +1,13 @@
 """Conversion of a Hugging Face checkpoint to a distributed one; every process writes a share of the tensors."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import MODEL_FILES, RELEASE, TRACKER, UNFINISHED, copy_model_files
@@ -19,8 +20,6 @@ from fuligo.models.registry import names_of
 from fuligo.trainer.megatron_backend.weights.forms import read_shard
 from fuligo.trainer.megatron_backend.weights.stored import StoredWeights
 from fuligo.trainer.ranks.world import World
-
-_SHOWN = 3
 
 
 def hf_to_dist(source: Path, target: Path, world: World) -> None:
@@ -36,9 +35,9 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
     unfinished, final = target / f"{UNFINISHED}{RELEASE}", target / RELEASE
     _check_target(target)
     headers = read_stored_tensors(source)
-    weights = list(names.weights(_num_mtp_layers(headers, names)))
-    with StoredWeights(source, names, _num_mtp_layers(headers, names)) as stored:
-        share = list(_share(stored, weights, headers, names, world))
+    num_mtp_layers = _num_mtp_layers(headers, names)
+    with StoredWeights(source, names, num_mtp_layers) as stored:
+        share = list(_share(stored, names.weights(num_mtp_layers), headers, names, world))
         _on_first(world, lambda: _begin(unfinished, source))
         write_shards(unfinished, share, world.objects)
     _on_first(world, lambda: _finish(unfinished, final))
@@ -58,7 +57,7 @@ def _check_target(target: Path) -> None:
         )
     others = sorted({path.name for path in target.iterdir()} - {TRACKER, f"{UNFINISHED}{RELEASE}"}) if target.exists() else []
     if others:
-        shown = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise CheckpointError(f"cannot write to {target}: it holds other files ({shown}); use another directory with --save")
 
 
@@ -78,7 +77,7 @@ def _finish(unfinished: Path, final: Path) -> None:
 
 
 def _share(
-    stored: StoredWeights, weights: Sequence[Weight], headers: Mapping[str, StoredTensor], names: ModelNames, world: World
+    stored: StoredWeights, weights: Iterable[Weight], headers: Mapping[str, StoredTensor], names: ModelNames, world: World
 ) -> Iterator[Unread]:
     """Yield this rank's weights; each weight goes to the rank with the least to write so far.
 
@@ -92,17 +91,12 @@ def _share(
         if headers[name].dtype not in DTYPES:
             raise CheckpointError(f"cannot convert {name}: training cannot start from dtype {headers[name].dtype}; use the bf16 checkpoint")
         if rank == world.rank:
-            yield Unread(weight.megatron, weight.shape, DTYPES[headers[name].dtype], _Reader(stored, weight, names))
+            yield Unread(weight.megatron, weight.shape, DTYPES[headers[name].dtype], partial(_read, stored, weight, names))
 
 
-class _Reader:
-    """Callable that reads a whole weight in Megatron's layout."""
-
-    def __init__(self, stored: StoredWeights, weight: Weight, names: ModelNames) -> None:
-        self._stored, self._weight, self._names = stored, weight, names
-
-    def __call__(self) -> torch.Tensor:
-        return read_shard(self._weight, self._stored.parts(self._weight), self._names.architecture, 0, 1)
+def _read(stored: StoredWeights, weight: Weight, names: ModelNames) -> Tensor:
+    """Read a whole weight in Megatron's layout."""
+    return read_shard(weight, stored.parts(weight), names.architecture, 0, 1)
 
 
 def _num_mtp_layers(headers: Mapping[str, StoredTensor], names: ModelNames) -> int:

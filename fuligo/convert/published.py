@@ -1,7 +1,5 @@
 """Weights of the torch trainer's checkpoint under the names of published files, which engines load."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -9,14 +7,6 @@ from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.hf_tensors import InOwnDtypes
 from fuligo.formats.hugging_face import MTP_PREFIX
 from fuligo.formats.stored_experts import StoredExperts
-
-
-class _Source(NamedTuple):
-    """Part of a stored tensor."""
-
-    name: str
-    number: int
-    """Index among the published tensors that the stored one contains."""
 
 
 class PublishedWeights:
@@ -30,13 +20,14 @@ class PublishedWeights:
     def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:
         self._weights = weights
         self._experts = experts
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, tuple[str, int]] = {}
+        """Stored tensor that holds each published one, and its index among those that the stored one holds."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for name, shape in weights.shapes.items():
             parts = checkpoint_weights([(name, torch.empty(shape, device="meta"))], self._form(name))
             for number, (published, part) in enumerate(parts):
-                self._sources[published] = _Source(name, number)
+                self._sources[published] = name, number
                 self.shapes[published], self.dtypes[published] = tuple(part.shape), weights.dtypes[name]
         self._open: tuple[str, list[Tensor]] = ("", [])
 
@@ -51,8 +42,8 @@ class PublishedWeights:
 
         Raises CheckpointError if its file cannot be read.
         """
-        source = self._sources[name]
-        if self._open[0] != source.name:
-            stored = self._weights.read(source.name)
-            self._open = (source.name, [part for _, part in checkpoint_weights([(source.name, stored)], self._form(source.name))])
-        return self._open[1][source.number].clone()
+        source, number = self._sources[name]
+        if self._open[0] != source:
+            stored = self._weights.read(source)
+            self._open = (source, [part for _, part in checkpoint_weights([(source, stored)], self._form(source))])
+        return self._open[1][number].clone()

@@ -154,10 +154,11 @@ def test_what_else_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
 
 
-def test_weights_are_written_file_by_file(checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_weights_are_written_file_by_file(checkpoints, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("fuligo.convert.dist_to_hf.FILE_BYTES", 2**17)
     source = checkpoints("qwen3_moe")
     hf_to_dist(source, tmp_path / "dist", World())
-    dist_to_hf(tmp_path / "dist" / "release", tmp_path / "back", file_bytes=2**17)
+    dist_to_hf(tmp_path / "dist" / "release", tmp_path / "back")
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     assert len(files) > 2 and files[-1].name == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
     assert convert(["compare", str(source), str(tmp_path / "back")]) == 0, capsys.readouterr().out

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 from fuligo.config.flag import did_you_mean, nearest
@@ -174,18 +175,12 @@ class AdapterNames(ModelNames):
     @cached_property
     def by_matrix(self) -> Mapping[str, list[AdaptedMatrix]]:
         """Adapted matrices of the checkpoint, by the name of Megatron's matrix that contains them."""
-        found: dict[str, list[AdaptedMatrix]] = {}
-        for matrix in self.matrices:
-            found.setdefault(matrix.weight.megatron, []).append(matrix)
-        return found
+        return {name: list(parts) for name, parts in groupby(self.matrices, lambda matrix: matrix.weight.megatron)}
 
     @cached_property
     def by_experts(self) -> Mapping[str, list[AdaptedExperts]]:
         """Adapted matrices of experts, by the name of Megatron's layer of experts."""
-        found: dict[str, list[AdaptedExperts]] = {}
-        for matrix in self.experts:
-            found.setdefault(matrix.module, []).append(matrix)
-        return found
+        return {name: list(matrices) for name, matrices in groupby(self.experts, lambda matrix: matrix.module)}
 
 
 @dataclass(slots=True, frozen=True)

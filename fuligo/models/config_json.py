@@ -54,10 +54,6 @@ class ConfigJson:
             raise ConfigError(f"{self.source}: {key} is {value!r:.80}; it must be an integer from 1 to {most:,}")
         return value
 
-    def optional_count(self, key: str) -> int | None:
-        """Return a positive integer, or None if the key is absent or null. Raises ConfigError if it is malformed."""
-        return None if self.values.get(key) is None else self.count(key)
-
     def index(self, key: str, default: int) -> int:
         """Return a non-negative integer, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
         return 0 if self.values.get(key) == 0 and self.values[key] is not False else self.count(key, default)

@@ -15,7 +15,6 @@ from fuligo.models.architecture import (
     LinearAttention,
     Part,
     PartKind,
-    SparseIndex,
     Split,
 )
 from fuligo.models.config_json import ConfigJson
@@ -64,7 +63,7 @@ def read_grouped_attention(
     num_kv_heads = config.count("num_key_value_heads", default=num_heads if may_omit_kv_heads else None)
     if num_heads % num_kv_heads:
         raise config.contradiction(f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}")
-    head_dim = config.optional_count("head_dim") or default_head_dim
+    head_dim = default_head_dim if config.values.get("head_dim") is None else config.count("head_dim")
     if head_dim is None:
         hidden_size = config.count("hidden_size")
         if hidden_size % num_heads:
@@ -212,17 +211,21 @@ def assemble(
     layers: Iterable[Layer],
     mtp_layers: Iterable[Layer] = (),
     experts: Experts | None = None,
-    sparse_index: SparseIndex | None = None,
     linear_attention: LinearAttention | None = None,
+    *,
+    ties_by_default: bool = False,
 ) -> Architecture:
     """Return an architecture with the embedding, final norm and head that all families have.
 
     A family whose layers all have experts may omit `intermediate_size`. Raises ConfigError if a key is missing or malformed.
+
+    Args:
+        ties_by_default: the head is tied to the embedding if config.json does not say so.
     """
     layers = tuple(layers)
     of_experts = experts.intermediate_size if experts is not None and all(layer.is_moe for layer in layers) else None
     hidden_size, vocab_size = config.count("hidden_size"), config.count("vocab_size")
-    tied = config.switch("tie_word_embeddings", default=False)
+    tied = config.switch("tie_word_embeddings", default=ties_by_default)
     return Architecture(
         model_type=config.model_type,
         hidden_size=hidden_size,
@@ -232,7 +235,7 @@ def assemble(
         tied_embeddings=tied,
         attention=attention,
         experts=experts,
-        sparse_index=sparse_index,
+        sparse_index=None,
         layers=layers,
         mtp_layers=tuple(mtp_layers),
         embedding=Part(PartKind.EMBEDDING, vocab_size * hidden_size, Split.TENSOR, quantisable=False, is_matmul=False),
@@ -245,40 +248,34 @@ def assemble(
 
 def dense_architecture(
     config: ConfigJson,
+    heads: GroupedAttention,
     *,
-    qkv_bias: bool,
-    output_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
     num_norms: int = 2,
-    default_head_dim: int | None = None,
-    may_omit_kv_heads: bool = False,
     num_mtp_layers: int = 0,
+    ties_by_default: bool = False,
 ) -> Architecture:
     """Return the architecture of a family whose layers all have grouped attention and a dense MLP.
 
     Args:
         num_norms: norms per layer; four if the outputs of attention and MLP are normalized too.
-        default_head_dim: see `read_grouped_attention`.
-        may_omit_kv_heads: see `read_grouped_attention`.
+        ties_by_default: see `assemble`.
 
     Raises:
         ConfigError: a key of config.json is missing, malformed, or contradicts another.
     """
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
-    heads = read_grouped_attention(
-        config,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        qk_norm=qk_norm,
-        default_head_dim=default_head_dim,
-        may_omit_kv_heads=may_omit_kv_heads,
-    )
     attention = grouped_attention_parts(heads, hidden_size)
     mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"), bias=mlp_bias)
     layers = [dense_layer(number, attention, hidden_size, mlp, num_norms) for number in range(num_layers + num_mtp_layers)]
     mtp_layers = [mtp_layer(layer, hidden_size) for layer in layers[num_layers:]]
-    return assemble(config, heads, layers[:num_layers], mtp_layers)
+    return assemble(config, heads, layers[:num_layers], mtp_layers, ties_by_default=ties_by_default)
+
+
+def read_expert_layers(config: ConfigJson) -> frozenset[int]:
+    """Read which layers have experts: every `decoder_sparse_step`-th, except those in `mlp_only_layers`."""
+    step, dense = config.count("decoder_sparse_step", default=1), config.indices("mlp_only_layers")
+    return frozenset(range(step - 1, config.count("num_hidden_layers"), step)).difference(dense)
 
 
 def read_num_dense_layers(config: ConfigJson, default: int) -> int:
@@ -298,9 +295,7 @@ def read_num_dense_layers(config: ConfigJson, default: int) -> int:
     return num_dense
 
 
-def moe_architecture(
-    config: ConfigJson, heads: GroupedAttention | LatentAttention, attention: Parts, num_dense_layers: int
-) -> Architecture:
+def moe_architecture(config: ConfigJson, heads: GroupedAttention | LatentAttention, num_dense_layers: int) -> Architecture:
     """Return the architecture of a family like DeepSeek-V3: dense layers first, then layers with experts; MTP layers have experts too.
 
     Raises ConfigError if a key of config.json is missing, malformed, or contradicts another.
@@ -312,6 +307,10 @@ def moe_architecture(
         )
     if num_dense_layers > num_layers:
         raise config.contradiction(f"first_k_dense_replace {num_dense_layers} exceeds num_hidden_layers {num_layers}")
+    if isinstance(heads, GroupedAttention):
+        attention = grouped_attention_parts(heads, hidden_size)
+    else:
+        attention = latent_attention_parts(heads, hidden_size, bias=config.switch("attention_bias", default=False))
     experts = read_experts(config)
     mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"))
     num_all = num_layers + config.index("num_nextn_predict_layers", default=0)

@@ -26,11 +26,9 @@ from fuligo.models.families import (
     mimo,
     minimax_m2,
     mistral,
-    nemotron_h,
     qwen2,
     qwen3,
     qwen3_5,
-    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
     qwen3_vl,
@@ -55,13 +53,16 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
-    "qwen3_5_moe_text": qwen3_5_moe.FAMILY,
+    "qwen3_5_moe_text": qwen3_5.MOE_FAMILY,
     "qwen3_5_text": qwen3_5.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
     "qwen3_vl_text": qwen3_vl.FAMILY,
 }
-REFUSED: Mapping[str, str] = {"nemotron_h": nemotron_h.WHY_NOT}
+REFUSED: Mapping[str, str] = {
+    "nemotron_h": "transformers 5.12.1 passes the state of its Mamba layers from one packed sample to the next, and the Megatron trainer "
+    "has no such layers: Megatron-Core 0.16.1 computes them only with the CUDA kernels of mamba-ssm"
+}
 """Known model types that fuligo can neither train nor serve, with the reason."""
 WHOLE_TYPES: Mapping[str, str] = {family.whole_type: name for name, family in FAMILIES.items() if family.whole_type is not None}
 """model_type of a model with vision or audio towers -> model_type of its language model."""

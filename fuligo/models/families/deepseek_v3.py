@@ -5,13 +5,11 @@ from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import latent_attention, moe_table, with_mtp_layers
 from fuligo.models.names import NameTable
-from fuligo.models.parts import latent_attention_parts, moe_architecture, read_latent_attention
+from fuligo.models.parts import moe_architecture, read_latent_attention
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    heads = read_latent_attention(config)
-    parts = latent_attention_parts(heads, config.count("hidden_size"), bias=config.switch("attention_bias", default=False))
-    return moe_architecture(config, heads, parts, config.index("first_k_dense_replace", default=3))
+    return moe_architecture(config, read_latent_attention(config), config.index("first_k_dense_replace", default=3))
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:

@@ -7,13 +7,12 @@ from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import deepseek_v3
 from fuligo.models.family import Family, ModelArgs
 from fuligo.models.names import NameTable, Weight
-from fuligo.models.parts import latent_attention_parts, matrix, moe_architecture, read_latent_attention, read_num_dense_layers, vector
+from fuligo.models.parts import matrix, moe_architecture, read_latent_attention, read_num_dense_layers, vector
 
 
 def architecture(config: ConfigJson) -> Architecture:
     heads = read_latent_attention(config)
-    parts = latent_attention_parts(heads, config.count("hidden_size"), bias=config.switch("attention_bias", default=False))
-    dense = moe_architecture(config, heads, parts, read_num_dense_layers(config, default=3))
+    dense = moe_architecture(config, heads, read_num_dense_layers(config, default=3))
     index = SparseIndex(
         config.count("index_n_heads"),
         config.count("index_head_dim"),

@@ -10,7 +10,7 @@ from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family
 from fuligo.models.name_parts import dense_table, grouped_attention, norm
 from fuligo.models.names import NameTable
-from fuligo.models.parts import dense_architecture
+from fuligo.models.parts import dense_architecture, read_grouped_attention
 
 # Defaults of keys that config.json may lack.
 HEAD_DIM = 256
@@ -34,16 +34,9 @@ def architecture(config: ConfigJson) -> Architecture:
             raise config.contradiction(f"{key} is {config.values[key]!r:.80}; only null is supported, as in all published models")
     if (activation := config.text("hidden_activation", default=Activation.GELU_TANH)) != Activation.GELU_TANH:
         raise config.contradiction(f"hidden_activation is {activation}; only {Activation.GELU_TANH} is supported")
-    tied = config.switch("tie_word_embeddings", default=True)
     bias = config.switch("attention_bias", default=False)
-    dense = dense_architecture(
-        ConfigJson({**config.values, "tie_word_embeddings": tied}, config.source),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
-        num_norms=4,
-        default_head_dim=HEAD_DIM,
-    )
+    heads = read_grouped_attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, default_head_dim=HEAD_DIM)
+    dense = dense_architecture(config, heads, num_norms=4, ties_by_default=True)
     pattern, window = config.count("sliding_window_pattern", default=WINDOW_PATTERN), config.count("sliding_window", default=WINDOW)
     by_pattern = [SLIDING if (layer.number + 1) % pattern else FULL for layer in dense.layers]
     kinds = config.per_layer("layer_types", (FULL, SLIDING)) or by_pattern

@@ -71,13 +71,8 @@ def architecture(config: ConfigJson) -> Architecture:
 
     kinds = _kinds(config)
     _require_lenders(config, kinds, first_borrowing)
-    tied = config.switch("tie_word_embeddings", default=True)
-    whole = assemble(
-        ConfigJson({**config.values, "tie_word_embeddings": tied}, config.source),
-        heads[SLIDING],
-        [layer(number, kind) for number, kind in enumerate(kinds)],
-        experts=experts,
-    )
+    layers = [layer(number, kind) for number, kind in enumerate(kinds)]
+    whole = assemble(config, heads[SLIDING], layers, experts=experts, ties_by_default=True)
     embedding = replace(whole.embedding, split=Split.REPLICATED)  # as in SGLang
     return replace(
         whole,

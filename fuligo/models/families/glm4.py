@@ -10,12 +10,12 @@ from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import dense_table, gated_mlp, grouped_attention, layer_norms, norm
 from fuligo.models.names import NameTable
-from fuligo.models.parts import dense_architecture
+from fuligo.models.parts import dense_architecture, read_grouped_attention
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    bias = config.switch("attention_bias", default=True)
-    dense = dense_architecture(config, qkv_bias=bias, num_norms=4, default_head_dim=128)
+    heads = read_grouped_attention(config, qkv_bias=config.switch("attention_bias", default=True), default_head_dim=128)
+    dense = dense_architecture(config, heads, num_norms=4)
     return replace(dense, numerics=Numerics(norms_outputs=True, rotary_share=0.5, rotary_interleaved=True))
 
 

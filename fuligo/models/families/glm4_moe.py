@@ -7,14 +7,13 @@ from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import grouped_attention, moe_table, with_mtp_layers
 from fuligo.models.names import NameTable
-from fuligo.models.parts import grouped_attention_parts, moe_architecture, read_grouped_attention
+from fuligo.models.parts import moe_architecture, read_grouped_attention
 
 
 def architecture(config: ConfigJson) -> Architecture:
     bias, qk_norm = config.switch("attention_bias", default=False), config.switch("use_qk_norm", default=False)
     heads = read_grouped_attention(config, qkv_bias=bias, qk_norm=qk_norm)
-    parts = grouped_attention_parts(heads, config.count("hidden_size"))
-    sparse = moe_architecture(config, heads, parts, config.index("first_k_dense_replace", default=1))
+    sparse = moe_architecture(config, heads, config.index("first_k_dense_replace", default=1))
     return replace(sparse, numerics=Numerics(rotary_share=0.5))
 
 

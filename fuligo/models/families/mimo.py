@@ -7,11 +7,12 @@ from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family
 from fuligo.models.name_parts import dense_table, grouped_attention, mtp_projection, norm
 from fuligo.models.names import Form, NameTable
-from fuligo.models.parts import dense_architecture
+from fuligo.models.parts import dense_architecture, read_grouped_attention
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    return dense_architecture(config, qkv_bias=True, num_mtp_layers=config.index("num_nextn_predict_layers", default=0))
+    heads = read_grouped_attention(config, qkv_bias=True)
+    return dense_architecture(config, heads, num_mtp_layers=config.index("num_nextn_predict_layers", default=0))
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:

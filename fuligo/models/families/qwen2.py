@@ -4,11 +4,11 @@ from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import plain_dense_names
-from fuligo.models.parts import dense_architecture
+from fuligo.models.parts import dense_architecture, read_grouped_attention
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    return dense_architecture(config, qkv_bias=True)
+    return dense_architecture(config, read_grouped_attention(config, qkv_bias=True))
 
 
 FAMILY = Family(

@@ -4,12 +4,13 @@ from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family, ModelArgs
 from fuligo.models.name_parts import plain_dense_names
-from fuligo.models.parts import dense_architecture
+from fuligo.models.parts import dense_architecture, read_grouped_attention
 
 
 def architecture(config: ConfigJson) -> Architecture:
     bias = config.switch("attention_bias", default=False)
-    return dense_architecture(config, qkv_bias=bias, output_bias=bias, qk_norm=True, default_head_dim=128)
+    heads = read_grouped_attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, default_head_dim=128)
+    return dense_architecture(config, heads)
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense: Qwen3-Next's attention; published with a vision tower, which is Qwen3-VL's without DeepStack."""
+"""Qwen3.5, dense and mixture of experts: Qwen3-Next's layers; published with a vision tower, which is Qwen3-VL's without DeepStack."""
 
 from dataclasses import replace
 
@@ -6,14 +6,17 @@ from fuligo.models.architecture import Architecture
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families import qwen3_next, qwen3_vl
 from fuligo.models.family import ModelArgs
+from fuligo.models.parts import read_experts
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    return qwen3_next.hybrid_architecture(config, None, lambda _: False, num_mtp_layers=num_mtp_layers(config))
+    return qwen3_next.hybrid_architecture(config, None, (), num_mtp_layers=config.index("mtp_num_hidden_layers", default=0))
 
 
-def num_mtp_layers(config: ConfigJson) -> int:
-    return config.index("mtp_num_hidden_layers", default=0)
+def moe_architecture(config: ConfigJson) -> Architecture:
+    """Return the shapes of a model whose layers all have experts."""
+    experts, every = read_experts(config, num_experts_key="num_experts", shared=False), range(config.count("num_hidden_layers"))
+    return qwen3_next.hybrid_architecture(config, experts, every, num_mtp_layers=config.index("mtp_num_hidden_layers", default=0))
 
 
 FAMILY = replace(
@@ -24,3 +27,4 @@ FAMILY = replace(
     whole_type="qwen3_5",
     vision_tower=qwen3_vl.vision_tower,
 )
+MOE_FAMILY = replace(FAMILY, architecture=moe_architecture, whole_type="qwen3_5_moe", stores_either_experts=True)

@@ -13,13 +13,13 @@ from fuligo.models.parts import (
     dense_mlp_parts,
     grouped_attention_parts,
     moe_layer,
+    read_expert_layers,
     read_experts,
     read_grouped_attention,
 )
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Return the shapes; every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     # transformers 5 writes num_local_experts, the published files have num_experts.
     key = "num_local_experts" if config.values.get("num_experts") is None and "num_local_experts" in config.values else "num_experts"
@@ -28,22 +28,14 @@ def architecture(config: ConfigJson) -> Architecture:
     experts = replace(read_experts(config, num_experts_key=key, shared=False), has_softmax_router=True)
     attention = grouped_attention_parts(heads, hidden_size)
     mlp = dense_mlp_parts(hidden_size, config.count("intermediate_size"))
-    step, dense_numbers = config.count("decoder_sparse_step", default=1), config.indices("mlp_only_layers")
-
-    def has_experts(number: int) -> bool:
-        return number not in dense_numbers and (number + 1) % step == 0
-
-    return assemble(
-        config,
-        heads,
-        (
-            moe_layer(number, attention, hidden_size, experts, correction_bias=False)
-            if has_experts(number)
-            else dense_layer(number, attention, hidden_size, mlp)
-            for number in range(num_layers)
-        ),
-        experts=experts,
-    )
+    expert_layers = read_expert_layers(config)
+    layers = [
+        moe_layer(number, attention, hidden_size, experts, correction_bias=False)
+        if number in expert_layers
+        else dense_layer(number, attention, hidden_size, mlp)
+        for number in range(num_layers)
+    ]
+    return assemble(config, heads, layers, experts=experts)
 
 
 def names(config: ConfigJson, architecture: Architecture) -> NameTable:

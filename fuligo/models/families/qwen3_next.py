@@ -3,7 +3,7 @@
 The MTP layer of the published files has gated attention. transformers 5.12.1 leaves it out; `models.mtp` computes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
 from math import ceil
 
@@ -20,6 +20,7 @@ from fuligo.models.parts import (
     matrix,
     mtp_layer,
     norms,
+    read_expert_layers,
     read_experts,
     read_grouped_attention,
 )
@@ -28,21 +29,15 @@ FULL_ATTENTION_INTERVAL = 4
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Return the shapes; every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
-    step, dense_numbers = config.count("decoder_sparse_step", default=1), config.indices("mlp_only_layers")
     experts = read_experts(config, num_experts_key="num_experts", shared=False)
-
-    def has_experts(number: int) -> bool:
-        return number not in dense_numbers and (number + 1) % step == 0
-
     num_mtp_layers = config.index("num_nextn_predict_layers", default=1)  # published files have an MTP layer, but not the key
-    return hybrid_architecture(config, experts, has_experts, num_mtp_layers=num_mtp_layers, has_fused_inputs=True)
+    return hybrid_architecture(config, experts, read_expert_layers(config), num_mtp_layers=num_mtp_layers, has_fused_inputs=True)
 
 
 def hybrid_architecture(
     config: ConfigJson,
     experts: Experts | None,
-    has_experts: Callable[[int], bool],
+    expert_layers: Collection[int],
     *,
     num_mtp_layers: int,
     has_fused_inputs: bool = False,
@@ -51,7 +46,7 @@ def hybrid_architecture(
 
     Args:
         experts: sizes of the experts; None: no layer has any.
-        has_experts: returns whether the layer with a given index has experts; MTP layers have them unless `experts` is None.
+        expert_layers: indices of the layers with experts; MTP layers have experts unless `experts` is None.
         has_fused_inputs: as in `LinearAttention`.
 
     Raises:
@@ -67,7 +62,11 @@ def hybrid_architecture(
     mixture: Parts = ()
     if experts is not None:
         shared_size = config.count("shared_expert_intermediate_size")
-        mixture = (*expert_mlp_parts(experts, hidden_size), *_shared_expert_parts(hidden_size, shared_size))
+        mixture = (
+            *expert_mlp_parts(experts, hidden_size),
+            matrix(PartKind.SHARED_EXPERT, 3 * hidden_size * shared_size, Split.TENSOR),
+            matrix(PartKind.SHARED_EXPERT, hidden_size, Split.REPLICATED, quantisable=False),  # the gate
+        )
         num_shared = ceil(shared_size / experts.intermediate_size)
         experts = replace(experts, num_shared_experts=num_shared, has_shared_gate=True, has_softmax_router=True)
 
@@ -75,18 +74,10 @@ def hybrid_architecture(
         mlp = mixture if is_moe else dense_mlp_parts(hidden_size, config.count("intermediate_size"))
         return Layer(number, (*mixing[kind], *mlp, norms(2 * hidden_size)), is_moe=is_moe)
 
-    layers = [layer(number, kind, is_moe=experts is not None and has_experts(number)) for number, kind in enumerate(_kinds(config))]
+    layers = [layer(number, kind, is_moe=number in expert_layers) for number, kind in enumerate(_kinds(config))]
     further = range(len(layers), len(layers) + num_mtp_layers)
     mtp_layers = [mtp_layer(layer(number, "full_attention", is_moe=experts is not None), hidden_size) for number in further]
     return assemble(config, heads, layers, mtp_layers, experts=experts, linear_attention=linear)
-
-
-def _shared_expert_parts(hidden_size: int, size: int) -> Parts:
-    """Return the shared expert and the weights of its gate."""
-    return (
-        matrix(PartKind.SHARED_EXPERT, 3 * hidden_size * size, Split.TENSOR),
-        matrix(PartKind.SHARED_EXPERT, hidden_size, Split.REPLICATED, quantisable=False),
-    )
 
 
 def _read_linear(config: ConfigJson, has_fused_inputs: bool) -> LinearAttention:

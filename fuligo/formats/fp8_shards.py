@@ -10,7 +10,6 @@ from fuligo.formats.hugging_face import Shape, StoredTensor
 from fuligo.formats.quantisation import Quantisation, expert_parts, is_quantised_matrix
 
 FP8_DTYPE = "F8_E4M3"
-SCALE_DTYPE = "F32"
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4}
 """Dtypes that can be quantized, with their size in bytes."""
 _JOINED = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "gate_proj": 1, "up_proj": 1, "gate_up_proj": 2}
@@ -151,7 +150,7 @@ def _entries(tensor: TargetTensor, quantisation: Quantisation) -> Iterator[Entry
         return
     scales = quantisation.scale_shape(tensor.shape)
     yield Entry(tensor.name, FP8_DTYPE, tensor.shape, prod(tensor.shape))
-    yield Entry(quantisation.scale_name(tensor.name), SCALE_DTYPE, scales, 4 * prod(scales))
+    yield Entry(quantisation.scale_name(tensor.name), "F32", scales, 4 * prod(scales))
 
 
 def _module(tensor: TargetTensor) -> str:

@@ -47,23 +47,30 @@ def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def cast_together(named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, which must share a data type and device, cast to `dtype`. About `CAST_TOGETHER_BYTES` are held at a time."""
-    import torch
-
+def batches(named_tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[NamedTensors]:
+    """Group consecutive tensors; each batch but the last has at least `num_bytes`. A batch is emptied when the next one is begun."""
     batch: list[tuple[str, torch.Tensor]] = []
-
-    def cast() -> Iterator[tuple[str, torch.Tensor]]:
-        joined = torch.cat([tensor.detach().reshape(-1) for _, tensor in batch]).to(dtype)
-        for (name, tensor), part in zip(batch, joined.split([tensor.numel() for _, tensor in batch]), strict=True):
-            yield name, part.view(tensor.shape)
-
-    num_bytes = 0
+    size = 0
     for name, tensor in named_tensors:
         batch.append((name, tensor))
-        num_bytes += tensor.nbytes
-        if num_bytes >= CAST_TOGETHER_BYTES:
-            yield from cast()
-            batch, num_bytes = [], 0
-    if batch:
-        yield from cast()
+        size += tensor.nbytes
+        if size >= num_bytes:
+            yield batch
+            batch.clear()
+            size = 0
+    yield batch
+
+
+def cast_together(named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, which must share a data type and device, cast to `dtype`. About `CAST_TOGETHER_BYTES` are held at a time."""
+    for batch in batches(named_tensors, CAST_TOGETHER_BYTES):
+        if batch:
+            yield from _cast(batch, dtype)
+
+
+def _cast(batch: NamedTensors, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    joined = torch.cat([tensor.detach().reshape(-1) for _, tensor in batch]).to(dtype)
+    for (name, tensor), part in zip(batch, joined.split([tensor.numel() for _, tensor in batch]), strict=True):
+        yield name, part.view(tensor.shape)

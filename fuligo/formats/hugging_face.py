@@ -177,14 +177,12 @@ def read_config_json(path: Path) -> dict[str, Any]:
     Raises ConfigError if it is missing, unreadable, not a JSON object, or holds sizes that no model has.
     """
     file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist; use a model's config.json, or the directory that holds it")
     try:
-        content = json.loads(read_plain_text(file))
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist; use a model's config.json, or the directory that holds it") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid JSON ({error}); copy or download it again") from None
+        content = _read_json(file)
+    except DamagedFileError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is not a JSON object; it must describe a Hugging Face model")
     if absurd := list(_absurd_sizes(content)):

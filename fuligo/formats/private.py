@@ -123,13 +123,10 @@ def _lock(directory: Path) -> int:
     return descriptor
 
 
-PREFIX = "fuligo-weights-"
-_MEMORY = Path("/dev/shm")
-
-
 def scratch_root() -> Path:
     """Return /dev/shm if it exists, else the system's temporary directory."""
-    return _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextmanager
@@ -137,7 +134,7 @@ def scratch_directory(root: Path) -> Iterator[Path]:
     """Yield a new `private_directory` under `root` for weights. Raises WeightSyncError if `root` cannot be written."""
     with ExitStack() as stack:
         with filling(root):
-            directory = stack.enter_context(private_directory(PREFIX, root))
+            directory = stack.enter_context(private_directory("fuligo-weights-", root))
         yield directory
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xxhash import xxh3_128
 
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
-from fuligo.formats.host_copies import host_copies
+from fuligo.formats.host_copies import batches, host_copies
 from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.stored_experts import StoredExperts
 
@@ -64,21 +64,9 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> int:
 def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
     """Return the digest of all tensors. At most `DIGESTED_AT_ONCE` bytes and one more tensor are held at a time."""
     checksum = WeightsChecksum()
-    batch: list[tuple[str, torch.Tensor]] = []
-
-    def update_all() -> None:
+    for batch in batches(named_tensors, DIGESTED_AT_ONCE):
         for name, tensor in host_copies(batch):
             checksum.update(name, tensor)
-        batch.clear()
-
-    num_bytes = 0
-    for name, tensor in named_tensors:
-        batch.append((name, tensor))
-        num_bytes += tensor.nbytes
-        if num_bytes >= DIGESTED_AT_ONCE:
-            update_all()
-            num_bytes = 0
-    update_all()
     return checksum.result()
 
 

@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, adapter_directory, is_adapter
 from fuligo.formats.checkpoint_files import COUNTERS, LOCK, RELEASE, TRACKER, UNFINISHED, VALUE_MODEL, is_distributed
@@ -23,10 +22,6 @@ class Checkpoint:
     directory: Path
     iteration: int
     """Number of complete rollouts."""
-
-    def state(self) -> RunState:
-        """Read the driver's state. Raises CheckpointError like `RunState.read`."""
-        return RunState.read(self.directory)
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,15 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from fuligo.checkpoint.location import (
-    Checkpoint,
-    find_iteration,
-    iteration_name,
-    iterations,
-    newest_iteration,
-    replaced_iterations,
-    replaced_name,
-)
+from fuligo.checkpoint.location import iteration_name, iterations, replaced_iterations, replaced_name
 from fuligo.checkpoint.state import RunState
 from fuligo.errors import CheckpointError, CheckpointWriteError, ConfigError, FuligoError
 from fuligo.formats.checkpoint_files import LOCK, TRACKER, UNFINISHED
@@ -159,11 +151,6 @@ class CheckpointStore:
                 f"cannot write checkpoint {iteration_name(iteration)} to {self.directory}: {error} "
                 f"({free_space(self.directory)}; {kept}); free some space or use another directory with --save, then resume"
             ) from error
-
-    def latest(self) -> Checkpoint | None:
-        """Return the checkpoint in the tracker; None if there is none. Raises CheckpointError if the checkpoint is missing or damaged."""
-        iteration = newest_iteration(self.directory)
-        return None if iteration is None else find_iteration(self.directory, iteration)
 
     def _finish(self, unfinished: Path, iteration: int) -> None:
         write_manifest(unfinished)

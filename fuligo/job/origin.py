@@ -46,7 +46,7 @@ class Origin:
         assert config.initial_weights_path is not None, "validated: a run has initial weights"
         first = weights_directory(Path(config.initial_weights_path))
         if isinstance(found, Checkpoint):
-            state = found.state()
+            state = RunState.read(found.directory)
             return cls(state.step, state.policy_version, first, found.directory, state, state.rng)
         weights = found.directory if isinstance(found, WeightsOnly) else first
         return cls(0, 0, weights, None, None)
@@ -59,7 +59,7 @@ class Origin:
         if store.newest is None:
             return self
         found = find_iteration(store.directory, store.newest)
-        state = found.state()
+        state = RunState.read(found.directory)
         return replace(self, step=state.step, policy_version=state.policy_version, checkpoint=found.directory, state=state, rng=state.rng)
 
     def may_cut_back(self, config: Config, run_dir: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.checkpoint.location import resolve
+from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.formats.checkpoint_files import TRACKER
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.long
 SAVE = """
 import asyncio, itertools, sys
 from pathlib import Path
+from fuligo.checkpoint.location import resolve
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.rollout.protocol import RolloutState
@@ -37,7 +39,7 @@ SAVE_FOR_EVER = (
     + """
 async def main():
     store = CheckpointStore(Path(sys.argv[1]), keep=2)
-    newest = store.latest()
+    newest = resolve(store.directory)
     for iteration in itertools.count(newest.iteration + 1 if newest else 1):
         print(iteration, flush=True)
         await save(store, iteration)
@@ -89,10 +91,10 @@ for number in itertools.count(1):
 def assert_whole(directory: Path, script_step: str) -> int:
     """Return the newest checkpoint that a resume finds, checked before and after the cleanup."""
     found = resolve(directory)
-    latest = CheckpointStore(directory).latest()
+    latest = resolve(CheckpointStore(directory).directory)
     assert found is not None and latest is not None, script_step
     assert latest.iteration == int((directory / TRACKER).read_text())
-    assert latest.state().rollout.source == {"offset": latest.iteration}
+    assert RunState.read(latest.directory).rollout.source == {"offset": latest.iteration}
     content = latest.iteration.to_bytes(4, "little") * 10_000
     assert all((latest.directory / "hf" / f"{shard}.safetensors").read_bytes() == content for shard in range(3))
     assert not [path for path in directory.iterdir() if path.name.startswith(".")], script_step

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuligo.checkpoint.location import resolve
 from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore
 from fuligo.errors import CheckpointError, CheckpointWriteError
@@ -44,14 +45,14 @@ async def test_the_torch_trainers(beside_training: bool, small_disk: SmallDisk, 
     assert "iter_0000001 is intact); free some space or use another directory with --save, then resume" in str(error.value)
 
     small_disk.enlarge(8 * 1024**2)
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and latest.iteration == 1
     trainer = LocalTrainer(settings)
     await trainer.load()
     await trainer.restore(latest.directory)
     await save(trainer, 2)
     await trainer.close()
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and latest.iteration == 2
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.checkpoint.location import resolve
+from fuligo.checkpoint.state import RunState
 from fuligo.checkpoint.store import CheckpointStore, saving_to
 from fuligo.errors import CheckpointError, CheckpointWriteError, ConfigError, TrainerError
 from fuligo.formats.checkpoint_files import LOCK, TRACKER
@@ -20,11 +21,11 @@ def names(directory: Path) -> list[str]:
 
 async def test_what_is_saved_is_what_latest_gives(tmp_path: Path, state, weights) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
-    assert store.latest() is store.newest is None
+    assert resolve(store.directory) is store.newest is None
     saved = await store.save(20, weights(b"of twenty"), state(20))
     assert store.newest == 20
     assert CheckpointStore(tmp_path / "checkpoints").newest is None, "another run saved it"
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and latest.directory == saved == tmp_path / "checkpoints" / "iter_0000020"
     assert latest.iteration == 20
     assert (latest.directory / "hf" / "model.safetensors").read_bytes() == b"of twenty"
@@ -59,11 +60,11 @@ async def test_after_a_resume_from_an_earlier_one_the_new_branch_wins(tmp_path: 
     for iteration in (10, 20):
         await CheckpointStore(tmp_path).save(iteration, weights(b"old branch"), state(iteration))
     await store.save(15, weights(b"new branch"), state(15))
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and latest.iteration == 15
     assert names(tmp_path) == ["iter_0000015", "iter_0000020", TRACKER]
     await store.save(20, weights(b"new branch"), state(20))
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and (latest.directory / "hf" / "model.safetensors").read_bytes() == b"new branch"
     assert names(tmp_path) == ["iter_0000020", TRACKER]
 
@@ -80,7 +81,7 @@ async def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(tmp_path: 
         CheckpointWriteError, match=r"cannot write checkpoint iter_0000020 .*No space left on device.*iter_0000010 is intact"
     ):
         await store.save(20, write, state(20))
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and latest.iteration == 10
     assert names(tmp_path) == ["iter_0000010", TRACKER]
 
@@ -134,13 +135,13 @@ async def test_what_is_begun_appears_when_it_is_complete(tmp_path: Path, state, 
     driver.rollout.buffer.clear()  # the run goes on with its samples
     for _ in range(3):
         await asyncio.sleep(0)
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and latest.iteration == 10 and not rest.done()
     written.set()
     assert await rest == tmp_path / "iter_0000020"
-    latest = store.latest()
+    latest = resolve(store.directory)
     assert latest is not None and latest.iteration == 20
-    assert len(latest.state().rollout.buffer) == 1
+    assert len(RunState.read(latest.directory).rollout.buffer) == 1
 
 
 async def test_what_is_begun_and_fails_leaves_the_earlier_checkpoint(tmp_path: Path, state, weights) -> None:

@@ -10,8 +10,7 @@ from fuligo.formats.hugging_face import is_quantised
 from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.layout.adapter import AdapterShape
 from fuligo.machine.packages import package_version
-from fuligo.models.adapter_flags import adapter_of
-from fuligo.models.adapter_names import EXPERT_MATRICES
+from fuligo.models.adapter_names import EXPERT_MATRICES, adapter_of
 from fuligo.models.registry import read_architecture
 
 

@@ -14,8 +14,7 @@ from fuligo.formats.adapter_config import TOWER_MODULES, adapter_directory
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.megatron import layout_of
-from fuligo.models.adapter_flags import adapter_of
-from fuligo.models.adapter_names import AdapterNames
+from fuligo.models.adapter_names import AdapterNames, adapter_of
 from fuligo.models.device import Device, resolve_precision
 from fuligo.models.registry import architecture_of, batch_variant_because, names_of, unshareable_because
 from fuligo.models.routing import RoutingShape

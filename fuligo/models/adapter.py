@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
@@ -93,7 +93,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
     every = {name.rpartition(".")[2] for name in names}
     excluded = _excluded_modules(model, [target.rpartition(".")[2] for target in config.target_modules] or every)
     added = _peft_config(config, list(config.target_modules) or sorted(every), excluded)
-    stored = _stored_config(config, peft_targets(model, config), excluded)
+    stored = stored_config(config, peft_targets(model, config), excluded)
     # A model with a config would make PEFT adapt the experts for targets such as `gate_proj` (see `EXPERT_MATRICES`).
     parts = nn.Module()
     for name, part in model.named_children():
@@ -198,18 +198,8 @@ def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
     return found
 
 
-def write_adapter_config(model: PreTrainedModel, directory: Path) -> None:
-    """Write `adapter_config.json` for a model with PEFT's layers. Raises CheckpointError if it cannot be written."""
-    config: Any = model.peft_config
-    _write_config(config[NAME], directory)
-
-
-def write_config_of(config: AdapterConfig, targets: PeftTargets, directory: Path) -> None:
-    """Write `adapter_config.json` for a model without PEFT's layers (Megatron's). Raises CheckpointError if it cannot be written."""
-    _write_config(_stored_config(config, targets), directory)
-
-
-def _write_config(config: "LoraConfig", directory: Path) -> None:
+def write_adapter_config(config: "LoraConfig", directory: Path) -> None:
+    """Write `adapter_config.json`; `config` is `peft_config[NAME]` of a model. Raises CheckpointError if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(str(directory))
@@ -217,7 +207,7 @@ def _write_config(config: "LoraConfig", directory: Path) -> None:
         raise CheckpointError(f"cannot write {directory / ADAPTER_CONFIG}: {error}") from error
 
 
-def _stored_config(config: AdapterConfig, targets: PeftTargets, excluded: str | None = None) -> "LoraConfig":
+def stored_config(config: AdapterConfig, targets: PeftTargets, excluded: str | None = None) -> "LoraConfig":
     """Return the configuration with which PEFT loads the saved adapter. `excluded`: result of `_excluded_modules`."""
     stored = _peft_config(config, targets.modules, excluded)
     stored.target_parameters = [*targets.parameters, *(EXPERT_PARAMETERS if config.adapts_experts else ())] or None

@@ -1,14 +1,16 @@
-"""Names and layouts of a LoRA adapter's tensors in PEFT's files and in Megatron-Core models. Imports neither numpy nor torch."""
+"""LoRA adapter of a run: configuration, and its tensors in PEFT's files and Megatron-Core models. Imports neither numpy nor torch."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Literal
 
+from fuligo.config import Config
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.errors import ConfigError
-from fuligo.formats.adapter_config import AdapterConfig, is_target, peft_name, stored_name
+from fuligo.formats.adapter_config import AdapterConfig, adapter_directory, is_target, peft_name, stored_name
 from fuligo.models.architecture import GroupedAttention
 from fuligo.models.names import Form, ModelNames, Weight
 
@@ -20,6 +22,28 @@ In a model that stores all experts as one tensor, PEFT 0.21.2 (`utils/transforme
 """
 ADAPTER_MODULE = "adapter"
 """Name of the adapter's submodule in the Megatron linear layer, or layer of experts, that it adapts."""
+
+
+def adapter_of(config: Config) -> AdapterConfig | None:
+    """Return the adapter that a run trains or an evaluation applies, or None if the flags name none.
+
+    Raises CheckpointError if `--lora-adapter` cannot be read, or has a feature that fuligo does not support.
+    """
+    flags, base = config.lora, config.initial_weights_path or ""
+    if flags.lora_adapter is not None:
+        read = AdapterConfig.read(adapter_directory(Path(flags.lora_adapter)))
+        return replace(read, dropout=flags.lora_dropout, base=base)
+    if flags.lora_rank is None:
+        return None
+    return AdapterConfig(
+        flags.lora_rank,
+        flags.lora_alpha,
+        tuple(flags.lora_target_modules),
+        flags.lora_use_rslora,
+        flags.lora_dropout,
+        flags.lora_experts,
+        base,
+    )
 
 
 @dataclass(slots=True, frozen=True)

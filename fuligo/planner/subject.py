@@ -11,7 +11,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.adapter import AdapterShape
-from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.adapter_names import adapter_of
 from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
 from fuligo.models.find import (
     FoundConfigJson,

@@ -17,7 +17,7 @@ from fuligo.formats.checkpoint_files import prediction_prefixes
 from fuligo.formats.hugging_face import MTP_PREFIX, read_config_json
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.limits import half_the_cores
-from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.adapter_names import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device, resolve_precision
 from fuligo.models.registry import REFUSED, has_mtp_module, stored_experts
 

@@ -29,7 +29,7 @@ from fuligo.formats.quantisation import EngineQuantisation
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
-from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.adapter_names import adapter_of
 from fuligo.models.device import Device, Precision, resolve_device
 from fuligo.models.registry import experts_in, read_architecture
 

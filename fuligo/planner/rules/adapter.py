@@ -6,7 +6,7 @@ from fuligo.config.flag import did_you_mean, nearest, option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.formats.adapter_config import is_target
 from fuligo.layout.adapter import AdapterShape
-from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.adapter_names import adapter_of
 from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.subject import Subject

@@ -35,7 +35,7 @@ from fuligo.formats.checkpoint_files import MODEL_FILES, copy_model_files
 from fuligo.formats.dist_tensors import DistributedTensors
 from fuligo.formats.shards import Shard, write_format, write_shards
 from fuligo.layout.megatron import Layout
-from fuligo.models.adapter import write_adapter_weights, write_config_of
+from fuligo.models.adapter import stored_config, write_adapter_config, write_adapter_weights
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.names import HEAD, ModelNames
 from fuligo.trainer.adapter_sender import other_base, require_scaling
@@ -306,7 +306,8 @@ def _gathered_adapter(state: MegatronState, world: World) -> dict[str, Tensor]:
 
 def _write_adapter(directory: Path, state: MegatronState, tensors: Mapping[str, Tensor]) -> None:
     if tensors and state.adapter is not None:
-        write_config_of(state.adapter.names.adapter, state.adapter.names.peft_targets, directory / ADAPTER)
+        names = state.adapter.names
+        write_adapter_config(stored_config(names.adapter, names.peft_targets), directory / ADAPTER)
         write_adapter_weights(tensors, directory / ADAPTER)
 
 

@@ -18,14 +18,14 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from fuligo.errors import CheckpointError
-from fuligo.formats.adapter_config import ADAPTER, TOWER_MODULES
+from fuligo.formats.adapter_config import ADAPTER, NAME, TOWER_MODULES
 from fuligo.formats.checkpoint_files import VALUE_MODEL, other_files, record_dtypes
 from fuligo.formats.hugging_face import MTP_PREFIX, language_part, read_config_json
 from fuligo.formats.quantised_base import QuantisedBase, other_storage
@@ -135,7 +135,8 @@ def _write_small_files(directory: Path, state: TrainingState, model_files: Path,
         if state.base_digest is None:
             _write_model_files(directory / "hf", state.policy.model, model_files)
         else:
-            write_adapter_config(state.policy.model, directory / ADAPTER)
+            peft_config: Any = state.policy.model.peft_config
+            write_adapter_config(peft_config[NAME], directory / ADAPTER)
             if state.base is not None:
                 state.base.write(directory / ADAPTER)
         if state.critic is not None:

@@ -403,7 +403,7 @@ def test_what_a_quantized_base_lacks_is_reported_before_the_start(model: Path, t
     record = tmp_path / "adapter"
     adapted = load_model(model)
     add_adapter(adapted, AdapterConfig(rank=2, alpha=4.0, target_modules=("q_proj",)), seed=0)
-    write_adapter_config(adapted, record)
+    write_adapter_config(adapted.peft_config["default"], record)
     write_adapter_weights(adapter_tensors(adapted), record)
     QuantisedBase("nf4", "bfloat16").write(record)
     trained_on = ["--lora-adapter", record]

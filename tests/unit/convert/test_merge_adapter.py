@@ -53,7 +53,7 @@ def test_tensors_without_an_adapter_stay_as_they_are(tmp_path: Path) -> None:
     add_adapter(model, AdapterConfig(rank=2, alpha=4.0, target_modules=("o_proj",)), seed=0)
     for parameter in (tensors := adapter_tensors(model)).values():
         torch.nn.init.normal_(parameter, std=0.2)
-    write_adapter_config(model, tmp_path / "adapter")
+    write_adapter_config(model.peft_config["default"], tmp_path / "adapter")
     write_adapter_weights({name: tensor.detach().float() for name, tensor in tensors.items()}, tmp_path / "adapter")
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     (merged,) = (load_file(file) for file in (tmp_path / "merged").glob("*.safetensors"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from fuligo.config.command_line import parse
-from fuligo.models.adapter_flags import adapter_of
+from fuligo.models.adapter_names import adapter_of
 from fuligo.models.registry import architecture_of
 from fuligo.planner import lengths
 from fuligo.planner.choices import choose

@@ -34,13 +34,8 @@ class WeightsOnly:
 def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | WeightsOnly | None:
     """Return the checkpoint or weights in `--load` that a run starts from; None for a fresh start from `--ref-load`.
 
-    A missing or empty directory means a fresh start, so that the same command both starts and resumes a run.
-
-    Args:
-        ckpt_step: iteration to load; None: the newest.
-
-    Raises:
-        CheckpointError: the directory contains something other than checkpoints, lacks the iteration, or is damaged.
+    A missing or empty directory means a fresh start, so that the same command both starts and resumes a run. Raises CheckpointError if the
+    directory contains something other than checkpoints, lacks the iteration `ckpt_step` (None: the newest), or is damaged.
     """
     if load is None or not _entries(load):
         if ckpt_step is not None:
@@ -71,11 +66,7 @@ def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | 
 
 
 def weights_directory(given: Path) -> Path:
-    """Return the directory of the weights that `--ref-load` refers to.
-
-    If `given` is a directory of checkpoints, these are the weights of the newest one, else `given` itself. Raises CheckpointError if the
-    checkpoint that the tracker names is missing or damaged.
-    """
+    """Return the directory of the weights that `--ref-load` refers to: those of the newest checkpoint in it, or the directory itself."""
     if not given.is_dir():
         return given
     _require_plain_files(given)
@@ -89,21 +80,14 @@ def weights_directory(given: Path) -> Path:
 
 
 def value_weights_directory(given: Path) -> Path:
-    """Return the directory of the weights that `--critic-load` refers to.
-
-    If `given` is a directory of checkpoints and the newest has a value model, return that, else the same as `weights_directory`. Raises
-    CheckpointError if the checkpoint that the tracker names is missing or damaged.
-    """
+    """Return the directory that `--critic-load` refers to: the newest checkpoint's value model if it has one, else `weights_directory`."""
     weights = weights_directory(given)
     saved = (weights if is_distributed(weights) else weights.parent) / VALUE_MODEL
     return saved if weights != given and saved.is_dir() else weights
 
 
 def training_checkpoint(given: Path) -> Path | None:
-    """Return the training checkpoint at `given`, or the newest one in a directory of checkpoints; None if there are only weights.
-
-    Raises CheckpointError if the checkpoint that the tracker names is missing or damaged.
-    """
+    """Return the training checkpoint at `given`, or the newest one in a directory of checkpoints; None if there are only weights."""
     weights = weights_directory(given)
     checkpoint = weights if weights == given or is_distributed(weights) else weights.parent
     return checkpoint if (checkpoint / COUNTERS).is_file() else None

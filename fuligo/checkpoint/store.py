@@ -55,7 +55,7 @@ class CheckpointStore:
     """Directory of checkpoints, to which only one run may save (see `saving_to`); saving deletes old checkpoints."""
 
     def __init__(self, directory: Path, *, keep: int | None = None, used: frozenset[int] = frozenset()) -> None:
-        """Create the directory if missing, and clean up after a crash. Raises CheckpointError if the directory cannot be written.
+        """Create the directory if missing, and clean up after a crash.
 
         Args:
             keep: number of newest checkpoints to keep; None: keep all.
@@ -90,29 +90,20 @@ class CheckpointStore:
             raise _unwritable(self.directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
-        """Save a checkpoint after `iteration` rollouts, with `state` and the files that `write` puts into the directory that it is given.
+        """Save a checkpoint of `state` and the files that `write` puts into the directory that it is given; return its path.
 
-        Returns:
-            Path of the checkpoint, whose files are all on disk.
-
-        Raises:
-            CheckpointWriteError: writing failed, for example because the disk is full; earlier checkpoints are untouched.
+        Raises CheckpointWriteError if writing failed, for example because the disk is full; earlier checkpoints are untouched.
         """
         return await (await self.begin(iteration, write, lambda: asyncio.sleep(0), state))
 
     async def begin(
         self, iteration: int, write: Callable[[Path], Awaitable[None]], wait: Callable[[], Awaitable[None]], state: RunState
     ) -> asyncio.Task[Path]:
-        """Begin a save that continues in the background; it must end before another one begins.
+        """Begin a save that continues in the background, and return its task; it must end before another save begins.
 
         Args:
-            iteration: number of complete rollouts.
             write: function that begins to write the trainer's part to a directory; when it returns, training may continue.
             wait: function that returns when the trainer's part is on disk.
-            state: driver's part.
-
-        Returns:
-            Task that completes the save and returns the path of the checkpoint.
 
         Raises:
             CheckpointWriteError: the save could not begin; earlier checkpoints are untouched.

@@ -39,12 +39,7 @@ def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Co
 
     Args:
         first: a checkpoint, a directory of checkpoints (the newest is used), or a Hugging Face directory.
-        second: like `first`.
         model: directory with config.json, if a distributed checkpoint lacks it.
-
-    Raises:
-        CheckpointError: a path is not a checkpoint, or the checkpoint is damaged.
-        ConfigError: the weight names of a distributed checkpoint's model are unknown.
     """
     checkpoints = training_checkpoint(first), training_checkpoint(second)
     one, other = (

@@ -38,16 +38,9 @@ class Weights(Protocol):
 
 
 def dist_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None:
-    """Convert a distributed checkpoint to a Hugging Face directory for transformers and engines. `target` appears when it is complete.
+    """Convert a distributed checkpoint to a Hugging Face directory for transformers and engines; see `write_directory`.
 
-    Args:
-        source: a distributed checkpoint.
-        target: a new or empty directory.
-        model: Hugging Face directory from which to take config.json and tokenizer; None: those in the checkpoint are used.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or the target cannot be written.
-        ConfigError: the checkpoint's model is unknown.
+    `model`: Hugging Face directory from which to take config.json and tokenizer; None: those in the checkpoint are used.
     """
     view = HuggingFaceView(source, model)
     changed = {"tie_word_embeddings": False} if view.is_value_model else NO_CHANGE
@@ -123,15 +116,10 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None) -> Path
 
     Args:
         given: a training checkpoint of either trainer, a directory of checkpoints (the newest is used), or a value model itself.
-        target: a new or empty directory.
         model: directory from which to take config.json and tokenizer; None: those next to the weights are used.
 
     Returns:
         Directory of the value model that was converted.
-
-    Raises:
-        CheckpointError: there is no value model, it is damaged, or the target cannot be written.
-        ConfigError: transformers has no token classifier for the model's family.
     """
     checkpoint = training_checkpoint(given)
     source = saved_value_model(checkpoint) or (weights_directory(given) if checkpoint is None else weights_of(checkpoint))

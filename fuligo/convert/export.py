@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 def export(checkpoint: Path, target: Path) -> None:
     """Export a checkpoint to `target`, which appears completely or not at all, and replaces an earlier export.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or `target` holds something other than an export and is left unchanged.
-        FuligoError: `target` cannot be written.
+    Raises CheckpointError if the checkpoint is damaged, or `target` holds something other than an export and is left unchanged.
     """
     if (problem := export_problem(target)) is not None:
         raise CheckpointError(f"{problem} (--save-hf)")

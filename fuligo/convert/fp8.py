@@ -33,13 +33,9 @@ Piece = tuple[int, bytes | bytearray]
 
 
 def convert(plan: Fp8Plan, report: Report) -> None:
-    """Carry out a plan; existing files with the right content are kept.
+    """Carry out a plan; existing files with the right content are kept. `report` gets a line of text for each complete weight file.
 
-    Args:
-        report: called with a line of text for each weight file when it is complete.
-
-    Raises:
-        CheckpointError: a file cannot be read or written, a weight is not finite, or a written file does not read back correctly.
+    Raises CheckpointError if a file cannot be read or written, a weight is not finite, or a written file does not read back correctly.
     """
     assert plan.shards
     try:

@@ -79,14 +79,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
-    """Return the plan of a conversion. Downloads a model from the Hub if --model-dir names one.
+    """Return the plan of a conversion with the command-line `arguments`. Downloads a model from the Hub if --model-dir names one.
 
-    Args:
-        arguments: command-line arguments; see `parser`.
-
-    Raises:
-        ConfigError: options cannot be combined; the source is not a checkpoint, damaged, already quantized, or of a family or shapes that
-            are not supported; or the target holds other files or has too little space.
+    Raises ConfigError if options cannot be combined, or the source or the target cannot be used.
     """
     options = parser().parse_args(arguments)
     options.model_dir = model_directory(options.model_dir, weights=not options.plan)

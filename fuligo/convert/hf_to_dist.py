@@ -26,10 +26,7 @@ def hf_to_dist(source: Path, target: Path, world: World) -> None:
     """Convert a Hugging Face checkpoint to the distributed checkpoint `release` in `target`, and write the tracker. A collective.
 
     Weights keep their dtypes, and MTP layers are included if the checkpoint has their weights. `release` appears when it is complete.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or the target cannot be written; raised on every rank.
-        ConfigError: the names of the model's weights are unknown.
+    Raises CheckpointError on every rank if the checkpoint is damaged, or the target cannot be written.
     """
     names = names_of(read_config_json(source), str(source / "config.json"))
     unfinished, final = target / f"{UNFINISHED}{RELEASE}", target / RELEASE
@@ -107,11 +104,7 @@ def _num_mtp_layers(headers: Mapping[str, StoredTensor], names: ModelNames) -> i
 
 
 def _on_first(world: World, work: Callable[[], None]) -> None:
-    """Run `work` on rank 0 while the other ranks wait. A collective.
-
-    Raises:
-        CheckpointError: `work` failed; raised on every rank.
-    """
+    """Run `work` on rank 0 while the other ranks wait. A collective. Raises CheckpointError on every rank if `work` failed."""
     problem: list[str | None] = [None]
     if world.rank == 0:
         try:

@@ -24,15 +24,9 @@ class HuggingFaceView:
     """
 
     def __init__(self, directory: Path, model: Path | None = None) -> None:
-        """Open a distributed checkpoint.
+        """Open a distributed checkpoint. `model`: a directory with the model's config.json; None: that in the checkpoint is used.
 
-        Args:
-            directory: a distributed checkpoint.
-            model: a directory with the model's config.json; None: that in the checkpoint is used.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged or lacks weights of the model.
-            ConfigError: config.json is missing, or the names of its model's weights are unknown.
+        Raises CheckpointError if the checkpoint is damaged or lacks weights of the model.
         """
         self.tensors = DistributedTensors(directory)
         self.model = model or directory / MODEL_FILES

@@ -23,10 +23,7 @@ class MergedTensors(InOwnDtypes):
     """
 
     def __init__(self, base: Path, adapter: Path) -> None:
-        """Read the headers of the base, and the adapter.
-
-        Raises CheckpointError if one of them is damaged, or the adapter belongs to another model.
-        """
+        """Read the headers of the base, and the adapter. Raises CheckpointError if they are damaged or do not belong together."""
         super().__init__(base)
         self.rounding = MergeRounding()
         """Elements that the merge changed after rounding; complete when all tensors have been read. Float32 tensors are not counted."""
@@ -95,15 +92,9 @@ class MergedTensors(InOwnDtypes):
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path) -> MergeRounding:
-    """Write the merged model to `target`, which appears when it is complete; return how many elements the merge changed.
+    """Write `base` with the PEFT directory `adapter` merged to `target` (see `write_directory`); return how many elements changed.
 
-    Args:
-        base: Hugging Face directory that the adapter was trained on.
-        adapter: PEFT directory.
-        target: a new or empty directory.
-
-    Raises:
-        CheckpointError: a directory is damaged, the adapter does not fit the base, or the target cannot be written.
+    Raises CheckpointError if a directory is damaged, the adapter does not fit the base, or the target cannot be written.
     """
     weights = MergedTensors(base, adapter)
     write_directory(weights, base, target)

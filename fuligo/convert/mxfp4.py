@@ -45,15 +45,7 @@ class DequantisedTensors(HuggingFaceTensors):
 
 
 def mxfp4_to_bf16(source: Path, target: Path) -> None:
-    """Write an MXFP4 model in bfloat16 to `target`, which appears when it is complete.
-
-    Args:
-        source: Hugging Face directory with experts in MXFP4.
-        target: a new or empty directory.
-
-    Raises:
-        CheckpointError: the source is not in MXFP4, or damaged, or the target cannot be written.
-    """
+    """Write an MXFP4 model in bfloat16 with `write_directory`. Raises CheckpointError if `source` is not in MXFP4, or damaged."""
     method = quantisation_method(source)
     if method != MXFP4:
         raise CheckpointError(

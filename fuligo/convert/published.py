@@ -38,10 +38,7 @@ class PublishedWeights:
         return StoredExperts.WHOLE if name in self._weights.recorded else StoredExperts.APART
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU. If all are read in the order of `shapes`, each stored tensor is read from disk once.
-
-        Raises CheckpointError if its file cannot be read.
-        """
+        """Return a whole tensor on the CPU. If all are read in the order of `shapes`, each stored tensor is read from disk once."""
         source, number = self._sources[name]
         if self._open[0] != source:
             stored = self._weights.read(source)

@@ -121,10 +121,7 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read `adapter_config.json`.
-
-        Raises CheckpointError if it is missing or damaged, or the adapter has a feature that fuligo does not support.
-        """
+        """Read `adapter_config.json`. Raises CheckpointError if it is missing, damaged, or has a feature that fuligo does not support."""
         file = directory / ADAPTER_CONFIG
         try:
             if unreadable := next(unreadable_files(directory), None):

@@ -57,12 +57,6 @@ def copy_model_files(source: Path, target: Path) -> None:
     """Copy the files of a Hugging Face directory except weights to `target`, and record the weights' names and dtypes (`record_dtypes`).
 
     The copied config.json has no `quantization_config`: a trainer saves unquantized weights even if engines use FP8.
-
-    Args:
-        source: a Hugging Face directory, or a copy that this function made.
-
-    Raises:
-        CheckpointError: its weights are damaged.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in other_files(source):
@@ -74,10 +68,7 @@ def copy_model_files(source: Path, target: Path) -> None:
 def record_dtypes(source: Path, target: Path) -> None:
     """Write the names and dtypes of a Hugging Face directory's weights to `tensors.json` in `target`, or copy it if `source` has one.
 
-    For FP8 and MXFP4 weights, the names and dtypes are those before quantization. Nothing is written if `source` has neither
-    `tensors.json` nor safetensors files.
-
-    Raises CheckpointError if the weights are damaged.
+    For FP8 and MXFP4 weights, they are those before quantization. Nothing is written if `source` has neither that file nor safetensors.
     """
     if (source / TENSORS).exists():
         shutil.copy(source / TENSORS, target)
@@ -117,8 +108,7 @@ def checkpoint_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint: fused expert tensors are split into per-expert matrices (as views), others are unchanged.
 
-    Args:
-        experts: form of experts in the checkpoint. `WHOLE` does not split them; `MIXTRAL` also renames routers and experts.
+    With `experts` of the form `WHOLE` none are split; `MIXTRAL` also renames routers and experts.
     """
     renamed = mixtral_name if experts is StoredExperts.MIXTRAL else str
     for name, weight in named_weights:

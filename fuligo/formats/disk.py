@@ -90,11 +90,7 @@ def is_foreign_link(path: Path) -> bool:
 
 
 def try_lock(file: Path) -> int | None:
-    """Lock a file, created if needed, until its descriptor is closed or this process ends, however it ends.
-
-    Returns:
-        The file's descriptor; None if another process holds the lock.
-    """
+    """Lock a file, created if needed, until its descriptor is closed or this process ends; return the descriptor, None if it is locked."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)  # NFS locks only files that are open for writing
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,8 +119,7 @@ def write_manifest(directory: Path) -> None:
 def check_manifest(directory: Path) -> None:
     """Compare the files below `directory` with its manifest; files that it does not list are ignored.
 
-    Raises:
-        CheckpointError: the manifest is missing or damaged, or a file is missing or changed; the error names the first such file.
+    Raises CheckpointError that names the first file that is missing or changed, or the manifest if it is missing or damaged.
     """
     path = directory / MANIFEST
     try:
@@ -165,10 +160,7 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def open_plain(file: Path) -> BinaryIO:
-    """Open a regular file for reading; a pipe is refused without waiting for its writer.
-
-    Raises OSError if it cannot be opened, or is not a regular file.
-    """
+    """Open a regular file for reading. Raises OSError if it is something else; a pipe is refused without waiting for its writer."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except BlockingIOError:  # a regular file with a lease, or on tape
@@ -196,11 +188,7 @@ def read_plain_text(file: Path) -> str:
 
 
 def unreadable_files(directory: Path, max_text_bytes: float = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Yield a message for each entry that would block libraries that read the directory, or exhaust memory: pipes, devices, huge texts.
-
-    Args:
-        max_text_bytes: largest size of a text file.
-    """
+    """Yield a message for each entry that would block libraries that read the directory, or exhaust memory: pipes, devices, huge texts."""
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             try:

@@ -22,11 +22,7 @@ class DistributedTensors:
     """Tensors of a distributed checkpoint, read on demand."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the metadata, and check that every file is there and long enough.
-
-        Raises:
-            CheckpointError: a file is missing, truncated or not what torch writes; the error names it.
-        """
+        """Read the metadata. Raises CheckpointError that names a file if it is missing, truncated or not what torch writes."""
         self.directory = directory
         self._metadata = _read_metadata(directory)
         try:
@@ -40,10 +36,7 @@ class DistributedTensors:
         self._check_files()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
-
-        Raises CheckpointError if its bytes are damaged, parts of it are missing, or it does not fit into memory.
-        """
+        """Return a whole tensor on the CPU. Raises CheckpointError if it is damaged, incomplete, or does not fit into memory."""
         shape = self.shapes[name]
         num_elements, num_held = math.prod(shape), sum(math.prod(chunk.sizes) for chunk in self._tensors[name].chunks)
         if num_held < num_elements:  # checked before memory for all of them is allocated
@@ -59,10 +52,7 @@ class DistributedTensors:
 
     @torch.no_grad()
     def read_into(self, shard: Shard) -> None:
-        """Fill `shard.data`, converted to its dtype and device.
-
-        Raises CheckpointError if its bytes are damaged or parts of it are missing.
-        """
+        """Fill `shard.data`, converted to its dtype and device. Raises CheckpointError if its bytes are damaged or incomplete."""
         num_elements = 0
         for chunk in self._tensors[shard.name].chunks:
             if (overlap := _overlap(chunk, shard)) is not None:
@@ -125,10 +115,7 @@ def _overlap(chunk: ChunkStorageMetadata, shard: Shard) -> tuple[tuple[slice, ..
 
 
 def _read_metadata(directory: Path) -> Metadata:
-    """Read `.metadata` with an unpickler that can build only metadata: an untrusted checkpoint must not run code.
-
-    Raises CheckpointError if it is missing or damaged.
-    """
+    """Read `.metadata` with an unpickler that can build only metadata: an untrusted checkpoint must not run code."""
     try:
         with open_plain(directory / ".metadata") as stream:
             metadata = _MetadataUnpickler(stream).load()

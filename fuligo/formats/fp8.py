@@ -20,16 +20,10 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantise(weight: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor]:
-    """Return the FP8 values and float32 scales of a matrix.
+    """Return the FP8 values and float32 scales of a matrix [rows, columns] of any float type.
 
-    Args:
-        weight: [rows, columns], any float type.
-
-    Returns:
-        [rows, columns] FP8 and scales of `quantisation.scale_shape`: weight = values * scale, up to half an FP8 step.
-
-    Raises:
-        ValueError: a weight is not finite.
+    The values are [rows, columns], the scales of `quantisation.scale_shape`: weight = values * scale, up to half an FP8 step. Raises
+    ValueError if a weight is not finite.
     """
     scales = fp8_scales(weight, quantisation)
     return fp8_values(weight, scales, quantisation), scales
@@ -41,10 +35,7 @@ def fp8_scales(weight: Tensor, quantisation: Quantisation) -> Tensor:
 
 
 def block_maxima(weight: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return the largest absolute value of each block as float32 of `quantisation.scale_shape`.
-
-    Raises ValueError if a weight is not finite.
-    """
+    """Return the largest absolute value of each block as float32 of `quantisation.scale_shape`. Raises ValueError if one is not finite."""
     shape = tuple(weight.shape)
     largest = _in_blocks(weight, *quantisation.block_of(shape)).abs().amax(dim=(1, 3)).float()
     if not bool(largest.isfinite().all()):
@@ -77,9 +68,6 @@ def quantised_weights(
     Args:
         named_weights: Hugging Face names and full tensors; experts one by one or fused as in transformers (`experts.gate_up_proj`).
         experts: form of routed experts in the engines.
-
-    Raises:
-        WeightSyncError: a weight is not finite; the error names it.
     """
     for name, weight in checkpoint_weights(named_weights, experts):
         if name not in engine.names:

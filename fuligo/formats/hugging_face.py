@@ -96,10 +96,7 @@ def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) ->
 
 
 def architecture_difference(directory: Path, other: Path) -> str | None:
-    """Describe how the models of two directories differ; None if they have the same architecture.
-
-    Raises DamagedFileError if a config.json is missing or unreadable.
-    """
+    """Describe how the models of two directories differ; None if they have the same architecture."""
     mine, theirs = read_model_config(directory), read_model_config(other)
     # A missing key stands for the family's default.
     shared = [key for key in _SAME_ARCHITECTURE if mine.get(key) is not None and theirs.get(key) is not None]
@@ -133,24 +130,18 @@ def is_weight_file(file: Path) -> bool:
 
 
 def is_quantised(directory: Path) -> bool:
-    """Return whether the weights are stored quantized. Raises DamagedFileError if config.json is missing or unreadable."""
+    """Return whether the weights are stored quantized."""
     return read_model_config(directory).get("quantization_config") is not None
 
 
 def quantisation_method(directory: Path) -> str | None:
-    """Return `quant_method` in config.json, or `unknown` if it does not state one; None if the weights are not quantized.
-
-    Raises DamagedFileError if config.json is missing or unreadable.
-    """
+    """Return `quant_method` in config.json, or `unknown` if it does not state one; None if the weights are not quantized."""
     given = read_model_config(directory).get("quantization_config")
     return str(given.get("quant_method") or "unknown") if isinstance(given, dict) else None
 
 
 def is_trainable(directory: Path) -> bool:
-    """Return whether a trainer can load the weights: they are not quantized, or quantized in MXFP4.
-
-    Raises DamagedFileError if config.json is missing or unreadable.
-    """
+    """Return whether a trainer can load the weights: they are not quantized, or quantized in MXFP4."""
     return quantisation_method(directory) in (None, MXFP4)
 
 
@@ -191,18 +182,14 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(directory: Path) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name; only headers are read. Raises DamagedFileError like `read_stored_tensors`."""
+    """Return the shapes of all tensors by name; only headers are read."""
     return {name: tensor.shape for name, tensor in read_stored_tensors(directory).items()}
 
 
 def read_stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Return dtype, shape and location of all tensors by name; only headers are read.
+    """Return dtype, shape and location of all tensors by name; only headers are read. `stem`: beginning of the index file's name.
 
-    Args:
-        stem: beginning of the name of the index file.
-
-    Raises:
-        DamagedFileError: a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
+    Raises DamagedFileError if a file is missing, truncated or not a safetensors file, or a tensor is not where the index says.
     """
     index = directory / f"{stem}.safetensors.index.json"
     if not index.exists():

@@ -75,11 +75,8 @@ class SharedCopies:
     def write(self, named_tensors: NamedTensors, receivers: Collection[Hashable] = ()) -> tuple[NamedTensors, str]:
         """Copy tensors; return the copies and their payload, which stay valid until the second write after this one to the same receivers.
 
-        Args:
-            receivers: identities of the processes that read the payload; if they change, new files are used.
-
-        Raises:
-            WeightSyncError: shared memory is full.
+        New files are used if `receivers`, the identities of the processes that read the payload, change. Raises WeightSyncError if shared
+        memory is full.
         """
         if receivers != self._receivers:
             self.close()  # receivers keep the files that they have mapped
@@ -107,10 +104,7 @@ class SharedCopies:
         self._in_use = self._spare = None
 
     def _turn(self, num_bytes: int, *, is_pinned: bool) -> "_Pages":
-        """Swap the two files: return the spare one, replaced if it has less than `num_bytes`, and keep the other one as the spare.
-
-        Raises WeightSyncError if shared memory is full.
-        """
+        """Swap the two files: return the spare one, replaced if it has less than `num_bytes`, and keep the other one as the spare."""
         pages, self._spare = self._spare, None
         if pages is not None and pages.file.num_bytes < num_bytes:
             pages.close()
@@ -232,10 +226,7 @@ def _encode(handles: object) -> str:
 
 
 def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Tensor]]:
-    """Return the names with GPU tensors as they are and, for CPU tensors, handles of copies in a file that `stack` closes.
-
-    Raises OSError if shared memory is full.
-    """
+    """Return the names with GPU tensors as they are and, for CPU tensors, handles of copies in a file that `stack` closes."""
     copies = _copies([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"], stack)
     return [(name, next(copies) if tensor.device.type == "cpu" else tensor.detach()) for name, tensor in named_tensors]
 
@@ -264,8 +255,6 @@ def _write(descriptor: int, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
 
     A copy by torch would start and join a team of OpenMP threads, which is slow on busy cores: the hundreds of tensors of an adapter took
     seconds.
-
-    Raises OSError if shared memory is full.
     """
     for tensor, begin in placed:
         # tensor.numpy() would make the storage unresizable, but an offloaded trainer resizes it.

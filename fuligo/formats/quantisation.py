@@ -139,11 +139,7 @@ class EngineQuantisation:
 
     @classmethod
     def read(cls, directory: Path) -> EngineQuantisation | None:
-        """Read the quantization of a Hugging Face directory; None if it is not quantized.
-
-        Raises ConfigError if the directory is damaged, or its quantization is not FP8 by blocks, the only one whose weights engines can
-        update.
-        """
+        """Read the quantization of a Hugging Face directory; None if it has none. Raises ConfigError if engines cannot update it."""
         config = read_config_json(directory).get("quantization_config")
         if config is None:
             return None

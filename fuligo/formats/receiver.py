@@ -51,8 +51,8 @@ class WeightStore:
     def load_tensors(self, tensors: NamedTensors, version: int | None, *, source: str = "this bucket") -> None:
         """Load one bucket. The last bucket comes with a `version`; by then every weight must have been sent.
 
-        Raises:
-            WeightSyncError: an unknown name, a wrong shape or dtype, or weights missing at the end; nothing of this bucket was loaded.
+        Raises WeightSyncError for an unknown name, a wrong shape or dtype, or weights missing at the end; nothing of this bucket was
+        loaded.
         """
         tensors = [(name, tensor) for name, tensor in tensors if not name.startswith(self._unused)]
         weights = self._under_all_names()
@@ -74,11 +74,7 @@ class WeightStore:
             self.adapter_digest = _adapter_digest(weights)
 
     def load_directory(self, path: str, version: int) -> None:
-        """Load all weights from a Hugging Face directory.
-
-        Raises:
-            WeightSyncError: it cannot be read, or its tensors do not match the model exactly; the weights are unchanged.
-        """
+        """Load all weights from a Hugging Face directory. Raises WeightSyncError, and loads nothing, if they do not match the model."""
         dtype = next(self.module.parameters()).dtype
         try:
             given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, "local_files_only": True}

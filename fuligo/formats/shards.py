@@ -93,10 +93,8 @@ class Shard:
         """Yield shards of another tensor with the same layout, such as an Adam moment, for a range of this part's flattened elements.
 
         Args:
-            name: name of the other tensor.
-            flat: [end - start] its values.
+            flat: [end - start] values of the other tensor `name`.
             start: index of the first element in the flattened part.
-            end: index after the last element.
         """
         for box in boxes(tuple(self.data.shape), start, end):
             offset = tuple(whole + part for whole, part in zip(self.offset, box.offset, strict=True))
@@ -124,12 +122,8 @@ def write_format(directory: Path) -> None:
 def write_shards(directory: Path, shards: Sequence[Shard | Unread], group: dist.ProcessGroup | None) -> None:
     """Write every rank's shards, which together must cover each tensor exactly once. A collective of `group`.
 
-    Args:
-        directory: an existing directory.
-        group: gloo group of all ranks (it carries Python objects); None for a single rank.
-
-    Raises:
-        CheckpointError: a rank could not write; raised on every rank.
+    `group`: gloo group of all ranks (it carries Python objects); None for a single rank. Raises CheckpointError on every rank if one could
+    not write.
     """
     writer = _Writer(directory, thread_count=THREADS, sync_files=True)
     try:

@@ -44,7 +44,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def empty_model(directory: Path) -> PreTrainedModel:
-    """Return the model that config.json describes, on the meta device (no weights are allocated). Raises errors like `read_config`."""
+    """Return the model that config.json describes, on the meta device (no weights are allocated)."""
     config = read_config(directory)
     with torch.device("meta"):
         return model_class(config).from_config(config, trust_remote_code=False)
@@ -64,10 +64,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
-    """Return the `target_modules` and `target_parameters` of the adapter's `adapter_config.json`.
-
-    Raises ConfigError if the adapter has dropout, and PEFT does not support it for one of the layers.
-    """
+    """Return the `target_modules` and `target_parameters` of the adapter's `adapter_config.json`."""
     has_experts = any(
         name.endswith(".experts") and next(module.parameters(recurse=False), None) is not None for name, module in model.named_modules()
     )
@@ -77,12 +74,8 @@ def peft_targets(model: PreTrainedModel, config: AdapterConfig) -> PeftTargets:
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> None:
     """Add PEFT's LoRA layers to the model, in place. All other parameters are frozen; B starts as zeros, so the outputs do not change.
 
-    Args:
-        seed: seed for A, so that all ranks start with the same adapter; the global random state does not change.
-
-    Raises:
-        ConfigError: the model has no layer for a target, or no experts that can be adapted; the rank exceeds the widest layer; or PEFT does
-            not support the adapter's dropout.
+    `seed` is for A, so that all ranks start with the same adapter; the global random state does not change. Raises ConfigError if the
+    adapter cannot be added to this model.
     """
     from peft import inject_adapter_in_model
 
@@ -253,10 +246,7 @@ def read_adapter_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
-    """Return the model of directory `base` with the adapter's layers, on the meta device (no weights are allocated).
-
-    Raises errors like `read_config` and `add_adapter`.
-    """
+    """Return the model of directory `base` with the adapter's layers, on the meta device (no weights are allocated)."""
     model = empty_model(base)
     with torch.device("meta"):
         add_adapter(model, config, seed=0)
@@ -264,10 +254,7 @@ def empty_adapted_model(config: AdapterConfig, base: Path) -> PreTrainedModel:
 
 
 def require_fits(tensors: Mapping[str, Tensor], config: AdapterConfig, adapter: Path, base: Path) -> None:
-    """Check that an adapter's tensors have the names and shapes that `config` implies for the model in `base`; its weights are not loaded.
-
-    Raises CheckpointError if they do not.
-    """
+    """Raise CheckpointError unless an adapter's tensors have the names and shapes that `config` implies for the model in `base`."""
     try:
         model = empty_adapted_model(config, base)
     except ConfigError as error:
@@ -282,10 +269,7 @@ def _misfit(directory: Path, error: ConfigError) -> CheckpointError:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Load the weights of an adapter directory into the model's adapter, whose parameters must not be sharded.
-
-    Raises CheckpointError if the weights are missing or damaged, or do not fit the model.
-    """
+    """Load the weights of an adapter directory into the model's adapter, whose parameters must not be sharded."""
     tensors = read_adapter_weights(directory)
     require_same_shapes(tensors, model, directory)
     for name, parameter in adapter_tensors(model).items():

@@ -25,10 +25,7 @@ ADAPTER_MODULE = "adapter"
 
 
 def adapter_of(config: Config) -> AdapterConfig | None:
-    """Return the adapter that a run trains or an evaluation applies, or None if the flags name none.
-
-    Raises CheckpointError if `--lora-adapter` cannot be read, or has a feature that fuligo does not support.
-    """
+    """Return the adapter that a run trains or an evaluation applies, or None if the flags name none."""
     flags, base = config.lora, config.initial_weights_path or ""
     if flags.lora_adapter is not None:
         read = AdapterConfig.read(adapter_directory(Path(flags.lora_adapter)))
@@ -146,8 +143,7 @@ class AdapterNames(ModelNames):
     def of(cls, model: ModelNames, adapter: AdapterConfig, *, num_tensor_ranks: int = 1) -> "AdapterNames":
         """Return the names of an adapter's tensors in a model that is split over `num_tensor_ranks` TP ranks.
 
-        Raises ConfigError if the model has no layer for a target or no experts to adapt, its attention cannot be adapted, the rank exceeds
-        its widest layer, or PEFT could not load the saved adapter.
+        Raises ConfigError if the adapter does not fit the model, or PEFT could not load it from the files.
         """
         model_type = model.architecture.model_type
         if adapter.adapts_experts and model.architecture.experts is None:
@@ -218,14 +214,11 @@ class PeftTargets:
 
     @classmethod
     def of(cls, adapter: AdapterConfig, layers: Collection[str], *, has_experts: bool) -> "PeftTargets":
-        """Return the targets of an adapter.
+        """Return the targets of an adapter. Raises ConfigError if PEFT does not support its dropout.
 
         Args:
             layers: names of all layers that can have an adapter.
             has_experts: whether the model stores all experts of a layer as one tensor.
-
-        Raises:
-            ConfigError: the adapter has dropout, and PEFT does not support it for one of the layers.
         """
         taken = EXPERT_MATRICES if has_experts else frozenset()
         adapted = [layer for layer in layers if adapter.adapts(layer)]
@@ -251,10 +244,7 @@ def _ending(layer: str) -> str:
 
 
 def require_targets(targets: Iterable[str], layers: Collection[str], *, model: str) -> None:
-    """Check that every target is the name of one of `layers`, all layers that can have an adapter, or a suffix of such a name.
-
-    Raises ConfigError if a target matches none of them.
-    """
+    """Raise ConfigError unless every target is a name, or the end of a name, of `layers`, which are all that can have an adapter."""
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for target in targets:
         if not any(is_target(layer, target) for layer in layers):
@@ -263,9 +253,9 @@ def require_targets(targets: Iterable[str], layers: Collection[str], *, model: s
 
 
 def require_rank(rank: int, widest: int, *, model: str) -> None:
-    """Check that an adapter's rank is at most `widest`, the largest number of inputs or outputs of a layer that can be adapted.
+    """Raise ConfigError if an adapter's rank exceeds `widest`, the largest number of inputs or outputs of a layer that can be adapted.
 
-    A larger rank would only waste memory. Raises ConfigError if the rank is larger.
+    A larger rank would only waste memory.
     """
     if rank > widest:
         raise ConfigError(
@@ -285,10 +275,7 @@ def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
 
 
 def _require_plain_attention(model: ModelNames, num_tensor_ranks: int) -> None:
-    """Check that the attention layers can be adapted.
-
-    Raises ConfigError if attention is sparse, or there are more TP ranks than KV heads.
-    """
+    """Raise ConfigError if attention is sparse, or there are more TP ranks than KV heads, since an adapter then cannot be trained."""
     heads = model.architecture.attention
     if model.architecture.sparse_index is not None:
         raise ConfigError(

@@ -96,9 +96,8 @@ def linear(
     Args:
         x: [..., K]
         weight: [N, K]
-        bias: [N]; None: no bias.
+        bias: [N]
         rounded: `round_weight(weight)`, used on a CPU; None: computed here.
-        dtype: dtype of the result.
         ranks: tensor-parallel GPUs of the engine whose rounding is reproduced (`invariant_kernels.linear`); ignored on a CPU.
     """
     result: Tensor = _Linear.apply(x, weight, bias, rounded, dtype, ranks)
@@ -309,7 +308,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequ
         key: [T, Hkv, D]
         value: [T, Hkv, Dv]; on a GPU Dv is D.
         cu_seqlens: [S + 1] starts of the sequences, ascending from 0 to T.
-        scale: factor of the scores.
 
     Returns:
         [T, H, Dv]

@@ -113,10 +113,7 @@ class ConfigJson:
         return str(self._rotary("rope_type") or self._rotary("type") or "default")
 
     def _rotary(self, key: str) -> Any:
-        """Return a value of `rope_parameters` (transformers 5), `rope_scaling`, or the top level.
-
-        If layer types have separate settings, those of full attention are used.
-        """
+        """Return a value of `rope_parameters` (transformers 5; those of full attention), `rope_scaling`, or the top level."""
         for given in (self.values.get("rope_parameters"), self.values.get("rope_scaling")):
             group = given.get("full_attention", given) if isinstance(given, Mapping) else None
             if isinstance(group, Mapping) and group.get(key) is not None:

@@ -26,10 +26,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def speed_up_linear_layers(model: nn.Module) -> int:
-    """Make linear layers use oneDNN in float32 on CPUs where it is faster, and return the number of layers changed.
-
-    Under `torch.compile` they keep torch's own product.
-    """
+    """Make linear layers use oneDNN in float32 on CPUs where it is faster, and return how many; `torch.compile` keeps torch's product."""
     linear = [module for module in model.modules() if type(module) is nn.Linear] if onednn_is_faster() else []
     for module in linear:
         module.forward = MethodType(_forward, module)

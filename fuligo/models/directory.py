@@ -12,10 +12,7 @@ from fuligo.models.transformers_types import LOADED_AS, read_config
 
 
 def load_config(path: str) -> Any:
-    """Load a directory's config.json as a transformers config, for the embedded engine.
-
-    Raises ConfigError if there is no config.json, transformers does not know its model, or the directory has files that cannot be read.
-    """
+    """Load a directory's config.json as a transformers config. Raises ConfigError if it is missing, unreadable, or of an unknown model."""
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"cannot load {path}: it has no config.json; use the directory of a Hugging Face checkpoint")
     _require_plain_files(Path(path))
@@ -27,13 +24,9 @@ def load_config(path: str) -> Any:
 
 
 def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face directory.
+    """Load the tokenizer of a Hugging Face directory; `runs_its_code`: run Python code of the directory if the tokenizer needs it.
 
-    Args:
-        runs_its_code: run the directory's Python code if the tokenizer needs it, without asking for confirmation.
-
-    Raises:
-        ConfigError: the tokenizer's files are invalid, or it needs code that may not run.
+    Raises ConfigError if the tokenizer's files are invalid, or it needs code that may not run.
     """
     _require_plain_files(Path(path))
     if not runs_its_code and _is_code_alone(Path(path)):
@@ -53,7 +46,7 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
 
 
 def _require_plain_files(directory: Path) -> None:
-    """Check that transformers can read a directory without blocking or exhausting memory. Raises ConfigError if not."""
+    """Raise ConfigError if transformers would block on a file of a directory, or exhaust memory."""
     if directory.is_dir() and (problems := list(unreadable_files(directory))):
         raise ConfigError(*problems)
 

@@ -61,16 +61,13 @@ def stacked_factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Ten
 
 
 def low_rank_products(rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its A and B.
+    """Multiply the rows [S, inputs] of each expert by its A and B; return [S, outputs].
 
     Args:
         rows: [S, inputs], sorted by expert.
         a: [E, R, inputs].
         b: [E, outputs, R].
         ends: [E] int32, the end of each expert's rows.
-
-    Returns:
-        [S, outputs]
     """
     padding = -a.shape[1] % ALIGNMENT
     a, b = (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b.contiguous())
@@ -103,10 +100,7 @@ def _product(rows: Tensor, weight: Tensor | HeldMatrices, ends: Tensor, adapter:
 
 
 def add_experts_adapter(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """Adapt all experts of the model, in place. B starts as zeros, so the outputs do not change.
-
-    Raises ConfigError if the model has no experts that can be adapted.
-    """
+    """Adapt all experts of the model, in place; B starts as zeros. Raises ConfigError if the model has none that can be adapted."""
     found = list(stacked_experts(model).values())
     if not found:
         raise ConfigError(f"{type(model).__name__} has no experts to adapt; remove --lora-experts")

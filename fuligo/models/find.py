@@ -23,11 +23,10 @@ class FoundConfigJson:
 
 
 def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
-    """Return the trainer's model and the engines' model.
+    """Return the trainer's model and the engines' model. Raises ConfigError if no source describes the model.
 
     Their shapes are equal unless `--ref-load` is another Hugging Face directory, or MODEL_ARGS override the trainer's config.json
-    (`--override-model-config`). The trainer's model is never quantized. Raises ConfigError if no source describes the model, or a source is
-    invalid.
+    (`--override-model-config`). The trainer's model is never quantized.
     """
     trained, served = find_trainer_config_json(config), find_engine_config_json(config)
     if trained is None or served is None:
@@ -46,10 +45,7 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
 
 
 def find_teacher_config_json(config: Config) -> FoundConfigJson | None:
-    """Return the config.json of the trainer's teacher (--opd-teacher-load); None if it has none, or the file is not on this machine.
-
-    Raises ConfigError if it is invalid.
-    """
+    """Return the config.json of the trainer's teacher (--opd-teacher-load); None if it has none, or the file is not on this machine."""
     return _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
 
 
@@ -72,7 +68,7 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
 def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
     """Return the trained model's config.json: in `--ref-load` if that is a Hugging Face directory, else in `--hf-checkpoint`.
 
-    If neither is on this machine, return that of `--model-config-file`, or None. Raises ConfigError if it is invalid.
+    If neither is on this machine, return that of `--model-config-file`, or None.
     """
     return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
 
@@ -80,7 +76,7 @@ def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
 def find_engine_config_json(config: Config) -> FoundConfigJson | None:
     """Return the config.json of the model that the engines load: in `--hf-checkpoint` if it is on this machine, else `--model-config-file`.
 
-    Without either, return that in `--ref-load`, or None. Raises ConfigError if it is invalid.
+    Without either, return that in `--ref-load`, or None.
     """
     return _of_engines(config) or _of_directory(config.checkpoint.ref_load)
 

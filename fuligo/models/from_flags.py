@@ -52,10 +52,7 @@ TORCH_INSTEAD = "use --train-backend torch, without MODEL_ARGS and flags of para
 
 
 def architecture_from_flags(config: Config) -> Architecture | None:
-    """Return the shapes that the MODEL_ARGS describe, or None if there are no MODEL_ARGS.
-
-    Raises ConfigError if flags are missing or invalid, or the family needs values that no flag states.
-    """
+    """Return the shapes that the MODEL_ARGS describe, None without any. Raises ConfigError if they do not describe the model completely."""
     given = config.megatron
     if not any(name in given for name in SHAPE_KEYS):
         return None
@@ -78,10 +75,7 @@ def overridden(config_json: Mapping[str, Any], config: Config) -> dict[str, Any]
 
 
 def _family(given: PassThrough) -> str:
-    """Return the family that MODEL_ARGS describe: that of `--spec`, else the one with the highest precedence whose flags match.
-
-    Raises ConfigError if `--spec` is unknown, or the flags are those of a family that the Megatron trainer cannot train.
-    """
+    """Return the family that MODEL_ARGS describe: that of `--spec`, else the one with the highest precedence whose flags match."""
     if (spec := given.get("spec")) is not None:
         family = spec_family(spec)
         if family is None:
@@ -165,10 +159,7 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
 def spec_family(spec: Sequence[str]) -> str | None:
     """Return the model_type that a `--spec` of public slime scripts stands for, or None if it is unknown.
 
-    fuligo has the layers of all families built in and needs no `--spec`.
-
-    Args:
-        spec: module and function, or one dotted path.
+    `spec` is a module and a function, or one dotted path. fuligo has the layers of all families built in and needs no `--spec`.
     """
     path = ".".join(spec).replace(":", ".")
     return next((name for name, family in FAMILIES.items() if path in family.model_args.specs), None)

@@ -41,13 +41,9 @@ class HubModel:
         return None if match is None else cls(match["id"], match["revision"])
 
     def download(self, allowed: list[str] | None = None) -> Path:
-        """Download the model's files unless they are in the cache, and return their directory.
+        """Download the model's files unless they are in the cache, and return their directory. Raises ConfigError if the Hub refuses.
 
-        Args:
-            allowed: patterns of the files to download; None: all that fuligo reads.
-
-        Raises:
-            ConfigError: the Hub does not provide the model.
+        `allowed`: patterns of the files to download; None: all that fuligo reads.
         """
         from huggingface_hub import snapshot_download
 
@@ -67,10 +63,7 @@ class HubModel:
 
 
 def model_directory(path: Path, *, weights: bool) -> Path:
-    """Return the local directory of a model; download it to the Hub cache if `path` is a Hub repository name.
-
-    `weights`: download the weights too, not only configuration and tokenizer. Raises ConfigError if the Hub does not provide the model.
-    """
+    """Return the local directory of a model, downloaded if `path` is a Hub name; without `weights` only configuration and tokenizer."""
     model = None if path.exists() else HubModel.parse(str(path))
     return path if model is None else model.download(None if weights else list(_SMALL_FILES))
 
@@ -114,10 +107,7 @@ def located(config: Config) -> Config:
 
 
 def with_weights(config: Config) -> Config:
-    """Download the weights of the Hub models that `located` found, unless they are complete; return the config with their directories.
-
-    Raises a ConfigError that lists all models that the Hub does not provide.
-    """
+    """Download the weights of the Hub models that `located` found, unless they are complete; return the config with their directories."""
     incomplete = {
         place: model
         for place, model in _named(config).items()

@@ -50,18 +50,12 @@ _COMPARED = _SWITCHES | _VALUES
 
 
 def megatron_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
-    """Return the MODEL_ARGS of a model: those that its config.json implies, and the recommended ones for running it.
-
-    Raises ConfigError like `stated_flags`.
-    """
+    """Return the MODEL_ARGS of a model: those that its config.json implies, and the recommended ones for running it."""
     return {**stated_flags(config_json, source), **_run_flags(architecture_of(config_json, source))}
 
 
 def disagreements(config: Config, config_json: Mapping[str, Any], source: str = "config.json") -> Iterator[tuple[str, object, object]]:
-    """Yield the run's MODEL_ARGS that contradict config.json: (option, given value, expected value).
-
-    The expected value is None if the model must not have the option. Raises ConfigError like `stated_flags`.
-    """
+    """Yield the MODEL_ARGS that contradict config.json: (option, given value, expected value; None if it must not be given)."""
     if not config.megatron:
         return
     try:

@@ -59,10 +59,7 @@ def mtp_module(model: nn.Module) -> MTPModule | None:
 
 @torch.no_grad()
 def add_mtp_module(model: Any, directory: Path) -> None:
-    """Add the MTP layer of a checkpoint to its model on the CPU, as submodule `mtp`; its weights get names that begin with `MTP_PREFIX`.
-
-    Raises CheckpointError if the model's family has no such layer, or the checkpoint's MTP tensors are not exactly those of the layer.
-    """
+    """Add the MTP layer of a checkpoint to its model on the CPU, as submodule `mtp`; its weights get names that begin with `MTP_PREFIX`."""
     if not has_mtp_module(read_config_json(directory)):
         raise CheckpointError(f"--mtp-num-layers: the torch trainer has no MTP layer for {model.config.model_type} models; remove the flag")
     module, files = MTPModule(language_model(model)), HuggingFaceTensors(directory)
@@ -72,10 +69,7 @@ def add_mtp_module(model: Any, directory: Path) -> None:
 
 
 def mtp_problem(directory: Path) -> str | None:
-    """Return why the MTP layer of a directory's files cannot be loaded; None if it can. Only headers are read.
-
-    Raises OSError, ValueError or KeyError if its config.json is not that of a model that transformers knows.
-    """
+    """Return why the MTP layer of a directory's files cannot be loaded; None if it can. Only headers are read."""
     with torch.device("meta"):
         module = MTPModule(language_model(empty_model(directory)))
     try:
@@ -108,10 +102,7 @@ def _stored_parts(module: MTPModule, files: HuggingFaceTensors) -> list[tuple[st
 
 
 def stored_mtp(*directories: Path) -> dict[str, Tensor]:
-    """Return the stored MTP tensors, by name, of the first of these directories that has any; empty if none does.
-
-    Quantized directories are skipped. Raises CheckpointError if a file is missing or damaged.
-    """
+    """Return the MTP tensors, by name, of the first of these directories that has any; quantized directories are skipped."""
     for directory in directories:
         has_weights = any(directory.glob("*.safetensors"))
         if not has_weights or is_quantised(directory) or not has_mtp_module(read_config_json(directory)):

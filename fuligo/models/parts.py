@@ -54,10 +54,6 @@ def read_grouped_attention(
         qk_norm: each head of queries and keys is normalized.
         default_head_dim: head size if config.json has no `head_dim`; None: hidden_size / num_attention_heads.
         may_omit_kv_heads: `num_key_value_heads` defaults to `num_attention_heads`; False: it is required, as transformers' defaults vary.
-
-    Raises:
-        ConfigError: a key is missing or malformed, num_key_value_heads does not divide num_attention_heads, or num_attention_heads does not
-            divide hidden_size.
     """
     num_heads = config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", default=num_heads if may_omit_kv_heads else None)
@@ -88,10 +84,7 @@ def grouped_attention_parts(attention: GroupedAttention, hidden_size: int) -> Pa
 
 
 def read_latent_attention(config: ConfigJson) -> LatentAttention:
-    """Read the sizes of multi-head latent attention; if `q_lora_rank` is null, queries are projected directly.
-
-    Raises ConfigError if a key is missing or malformed, or qk_head_dim is not the sum of its two parts.
-    """
+    """Read the sizes of multi-head latent attention; if `q_lora_rank` is null, queries are projected directly."""
     has_latent_queries = "q_lora_rank" not in config.values or config.values["q_lora_rank"] is not None
     attention = LatentAttention(
         num_heads=config.count("num_attention_heads"),
@@ -154,10 +147,7 @@ def read_experts(
     size_key: str = "moe_intermediate_size",
     shared: bool = True,
 ) -> Experts:
-    """Read the sizes of the routed and shared experts.
-
-    Raises ConfigError if a key is missing or malformed, a token uses more experts than there are, or the expert groups are inconsistent.
-    """
+    """Read the sizes of the routed and shared experts."""
     experts = Experts(
         num_experts=config.count(num_experts_key),
         num_experts_per_token=config.count(chosen_key),
@@ -217,10 +207,7 @@ def assemble(
 ) -> Architecture:
     """Return an architecture with the embedding, final norm and head that all families have.
 
-    A family whose layers all have experts may omit `intermediate_size`. Raises ConfigError if a key is missing or malformed.
-
-    Args:
-        ties_by_default: the head is tied to the embedding if config.json does not say so.
+    A family whose layers all have experts may omit `intermediate_size`. `ties_by_default`: tie the head if config.json does not say so.
     """
     layers = tuple(layers)
     of_experts = experts.intermediate_size if experts is not None and all(layer.is_moe for layer in layers) else None
@@ -257,12 +244,7 @@ def dense_architecture(
 ) -> Architecture:
     """Return the architecture of a family whose layers all have grouped attention and a dense MLP.
 
-    Args:
-        num_norms: norms per layer; four if the outputs of attention and MLP are normalized too.
-        ties_by_default: see `assemble`.
-
-    Raises:
-        ConfigError: a key of config.json is missing, malformed, or contradicts another.
+    `num_norms` per layer are four if the outputs of attention and MLP are normalized too.
     """
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     attention = grouped_attention_parts(heads, hidden_size)
@@ -279,10 +261,7 @@ def read_expert_layers(config: ConfigJson) -> frozenset[int]:
 
 
 def read_num_dense_layers(config: ConfigJson, default: int) -> int:
-    """Read the number of leading dense layers from `mlp_layer_types`, else from `first_k_dense_replace`.
-
-    Raises ConfigError if the two contradict each other, or a dense layer follows a sparse one.
-    """
+    """Read the number of leading dense layers from `mlp_layer_types`, else from `first_k_dense_replace`."""
     types = config.per_layer("mlp_layer_types", ("dense", "sparse"))
     given = config.index("first_k_dense_replace", default)
     if types is None:
@@ -296,10 +275,7 @@ def read_num_dense_layers(config: ConfigJson, default: int) -> int:
 
 
 def moe_architecture(config: ConfigJson, heads: GroupedAttention | LatentAttention, num_dense_layers: int) -> Architecture:
-    """Return the architecture of a family like DeepSeek-V3: dense layers first, then layers with experts; MTP layers have experts too.
-
-    Raises ConfigError if a key of config.json is missing, malformed, or contradicts another.
-    """
+    """Return the architecture of a family like DeepSeek-V3: dense layers first, then layers with experts, like MTP layers."""
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     if config.count("moe_layer_freq", default=1) != 1:
         raise config.contradiction(

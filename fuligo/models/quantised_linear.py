@@ -79,11 +79,7 @@ class QuantisedLinear(QuantisedWeight):
 def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.device) -> None:
     """Replace the base model's linear layers, except the output layer, and the experts' matrices by quantized ones, in place.
 
-    Args:
-        device: device that quantizes and holds the matrices.
-
-    Raises:
-        ConfigError: the model has experts that cannot be quantized.
+    `device` quantizes and holds the matrices. Raises ConfigError if the model has experts that cannot be quantized.
     """
     linear, stacked = _base_layers(model), _experts(model)
     for name in linear:
@@ -103,10 +99,7 @@ def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.dev
 
 @torch.no_grad()
 def round_base(model: PreTrainedModel, base: QuantisedBase) -> None:
-    """Quantize and dequantize the base weights of a model, with or without an adapter, in place.
-
-    Raises ConfigError like `quantise_base`.
-    """
+    """Quantize and dequantize the base weights of a model, with or without an adapter, in place."""
     for name in _base_weights(model):
         weight = model.get_parameter(name)
         weight.copy_(rounded(weight, base))
@@ -127,10 +120,7 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
 
 
 def quantisable_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names of the weights that `quantise_base` replaces; they are those in a model without an adapter.
-
-    Raises ConfigError like `quantise_base`.
-    """
+    """Return the names of the weights that `quantise_base` replaces; they are those in a model without an adapter."""
     return [stored_name(name) for name in _base_weights(model)]
 
 

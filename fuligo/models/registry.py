@@ -76,13 +76,9 @@ def family_of(architecture: Architecture) -> Family:
 
 
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Return the shapes of the model that a config.json describes.
+    """Return the shapes of the model that a config.json describes. `source`: its path, for error messages.
 
-    Args:
-        source: path of the config.json, for error messages.
-
-    Raises:
-        ConfigError: model_type is unknown, or a key is missing, malformed, or contradicts another.
+    Raises ConfigError if model_type is unknown, or a key is missing, malformed, or contradicts another.
     """
     config = ConfigJson.of(config_json, source)
     family = FAMILIES.get(config.model_type)
@@ -107,7 +103,7 @@ def is_supported(config_json: Mapping[str, Any]) -> bool:
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
     """Return the names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
 
-    Raises ConfigError like `architecture_of`, or if the Megatron trainer cannot train the model.
+    Raises ConfigError if the Megatron trainer cannot train the model.
     """
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     family = FAMILIES[config.model_type]
@@ -144,8 +140,6 @@ def experts_in(directory: Path) -> StoredExperts:
     """Return the layout of experts in a directory's checkpoint, or in the checkpoint that its training started from, if that is recorded.
 
     An MTP layer may have another layout.
-
-    Raises ConfigError like `read_config_json`, and DamagedFileError if the family has both layouts and the weights cannot be read.
     """
     config_json = read_config_json(directory)
     family = _family(config_json)
@@ -207,9 +201,6 @@ def batch_variant_because(config_json: Mapping[str, Any], device: str) -> str | 
 
 
 def read_architecture(path: Path) -> Architecture:
-    """Return the shapes of the model whose config.json is at `path`, or in the directory `path`.
-
-    Raises ConfigError like `read_config_json` and `architecture_of`.
-    """
+    """Return the shapes of the model whose config.json is at `path`, or in the directory `path`."""
     file = path / "config.json" if path.is_dir() else path
     return architecture_of(read_config_json(path), str(file))

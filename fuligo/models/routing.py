@@ -41,10 +41,7 @@ class RoutingShape:
 
     @classmethod
     def read(cls, hf_checkpoint: Path) -> RoutingShape:
-        """Return the routing shape of the model in a Hugging Face directory.
-
-        Raises ConfigError if the model has no experts, or its family is unknown.
-        """
+        """Return the routing shape of the model in a Hugging Face directory."""
         return cls.of(read_architecture(hf_checkpoint))
 
     @property
@@ -61,13 +58,9 @@ class RoutingShape:
         return np.empty((0, len(self.moe_layers), self.top_k), self.dtype)
 
     def decode(self, text: object, num_tokens: int) -> RoutedExperts:
-        """Decode `routed_experts` of SGLang 0.5.15: base64 of int32 [tokens, all layers, K], zeros in dense layers.
+        """Decode `routed_experts` of SGLang 0.5.15, base64 of int32 [tokens, all layers, K] with zeros in dense layers: [num_tokens, M, K].
 
-        Returns:
-            [num_tokens, M, K]
-
-        Raises:
-            ValueError: `text` is not a string, has another shape, or is not a valid choice of experts.
+        Raises ValueError if `text` is not a string, has another shape, or is not a valid choice of experts.
         """
         if not isinstance(text, str):
             raise ValueError("the answer has no routed_experts; start the engine with --enable-return-routed-experts")

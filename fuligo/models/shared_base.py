@@ -17,11 +17,8 @@ class SharedBase:
     def give_to(self, model: nn.Module, *, digest: str | None = None) -> None:
         """Replace the base weights of a model by those of the first model given; the first model keeps its own.
 
-        Args:
-            digest: digest of the model's base weights, passed for all models or for none; None: only their names are compared.
-
-        Raises:
-            CheckpointError: the base weights differ from those of the first model.
+        `digest` of the base weights is passed for all models or for none, whose names alone are then compared. Raises CheckpointError if
+        they differ.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
         own = {stored_name(name): name for name in parameters if not is_adapter_name(stored_name(name))}

@@ -21,8 +21,8 @@ LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMIL
 def read_config(directory: str | Path) -> Any:
     """Read the config of a checkpoint with transformers, without running code of the directory.
 
-    Registers the types of `LOADED_AS` first, so that transformers can also load the checkpoint's weights afterwards. Raises OSError if
-    there is no config.json, ValueError if transformers does not know the model type, and KeyError if config.json has no model type.
+    Registers the types of `LOADED_AS` first, so that transformers can also load the weights afterwards. Raises OSError, ValueError or
+    KeyError if there is no config.json, or transformers does not know its model type.
     """
     register_types()
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)

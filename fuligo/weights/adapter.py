@@ -28,15 +28,10 @@ def send_adapter(tensors: NamedTensors, config: AdapterConfig, target: WeightTar
 
     Args:
         tensors: the adapter's tensors, under their names in PEFT's files.
-        config: configuration of the adapter.
-        target: engines and version of the sync.
         copies: shared memory for the tensors; pass the same object at every sync, and to no other sender.
 
     Returns:
         Manifest of the sync; `Undelivered` with the reason if an engine did not load the adapter.
-
-    Raises:
-        WeightSyncError: shared memory is full.
     """
     names = {adapted_weight(name).removesuffix(".weight").rpartition(".")[2] for name, _ in tensors}
     # SGLang 0.5.15.post1 scales by alpha / r and does not read use_rslora.
@@ -60,8 +55,7 @@ def _client(engine: EngineAddress) -> EngineClient:
 async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTarget, copies: SharedCopies) -> WeightsDigest:
     """Load the adapter into the engines and return its digest.
 
-    The tensors are written while engines unload their previous adapters; the digest is computed while they load the new one. Raises
-    EngineError if an engine did not load the adapter, and WeightSyncError if shared memory is full.
+    The tensors are written while engines unload their previous adapters; the digest is computed while they load the new one.
     """
     # An engine outside of this sync may still read the file of an earlier one.
     receivers = frozenset((engine.url, engine.start) for engine in target.engines)
@@ -120,10 +114,8 @@ class AdapterRecord:
         """Check that a version that is sent again, for example after a resume, has the recorded adapter; record it if it is new.
 
         Digests of another data type (after a change of --precision) or hash function are not compared. If this is the only version on
-        record, it is replaced: an attempt with another checkpoint ended before its first step and left no samples.
-
-        Raises:
-            WeightSyncError: the version was recorded with another adapter.
+        record, it is replaced: an attempt with another checkpoint ended before its first step and left no samples. Raises WeightSyncError
+        if the adapter is another one.
         """
         known = self._known.get(version)
         if known is None or self._known.keys() == {version}:

@@ -58,11 +58,7 @@ class BroadcastGroup:
     """
 
     def __init__(self, engines: Sequence[EngineAddress], backend: Literal["gloo", "nccl"], host: str) -> None:
-        """Join the group together with the engines.
-
-        Raises:
-            EngineError: an engine did not join; the other engines have left the group.
-        """
+        """Join the group together with the engines. Raises EngineError if one did not join; the others have then left the group."""
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
         self._clients = [EngineClient(engine.url, engine.keys, retries=0, number=engine.number) for engine in engines]
@@ -144,12 +140,8 @@ class BroadcastGroup:
     def broadcast(self, bucket: Bucket, version: int, *, is_last: bool) -> None:
         """Send one bucket to all engines; return when they receive it, or have loaded all buckets if it is the last one.
 
-        Args:
-            version: version of the weights, which engines report once they have loaded the last bucket.
-
-        Raises:
-            EngineError: an engine refused this or the previous bucket, or died. Other engines may have loaded the bucket, and some may wait
-                in the group until `close`.
+        Engines report `version` once they have loaded the last bucket. Raises EngineError if an engine refused this or the previous bucket,
+        or died. Other engines may have loaded the bucket, and some may wait in the group until `close`.
         """
         what = f"load a bucket of {sum(tensor.nbytes for _, tensor in bucket)} bytes"
         if self._stream is not None and not is_last:
@@ -201,11 +193,7 @@ class BroadcastGroup:
             torch.cuda.synchronize(row.device)
 
     def _continue(self, bucket: Bucket, what: str) -> None:
-        """Extend the stream in this thread, which takes less time than `_together`: the link needs 1.5 ms per bucket of 512 MiB.
-
-        Raises:
-            EngineError: an engine refused or lost the stream, or the broadcast timed out.
-        """
+        """Extend the stream in this thread, which takes less time than `_together`: the link needs 1.5 ms per bucket of 512 MiB."""
         try:
             self._extend(bucket, is_last=False, call_failure=self._call_failure)
         except (EngineError, RuntimeError) as error:
@@ -269,17 +257,14 @@ class BroadcastGroup:
     ) -> T:
         """Run both parts concurrently, because each waits for the other, and return the result of `own_part`.
 
-        The first failure ends the wait. `own_part` runs in a daemon thread: if an engine fails, it may wait forever, and a thread cannot be
-        interrupted.
+        The first failure ends the wait, with an EngineError. `own_part` runs in a daemon thread: if an engine fails, it may wait forever,
+        and a thread cannot be interrupted.
 
         Args:
             engines_part: None if engines are still busy with their part of the previous call, a stream.
             what: verb phrase for the error message, such as "join the group".
             waits_for_engines: wait for the engines' part too; otherwise it may continue until the next call, which waits for it unless it
                 is a stream.
-
-        Raises:
-            EngineError: one of the parts failed or timed out.
         """
         mine: Future[T] = Future()
         mine.set_running_or_notify_cancel()

@@ -44,9 +44,6 @@ class WeightSender:
         Returns:
             Manifest of the sync; `Undelivered` with the reason if an engine, of this or another rank, did not load the weights; None on a
             rank that sends nothing.
-
-        Raises:
-            WeightSyncError: a weight to be quantized is not finite, or memory or disk is full.
         """
         sent = self._send(named_weights, target)
         if any(engine.trainer_ranks for engine in target.engines):
@@ -129,10 +126,7 @@ class WeightSender:
         return share
 
     def _group_with(self, target: WeightTarget) -> BroadcastGroup:
-        """Return the process group with the target's engines; create a new one if the engines have changed.
-
-        Raises EngineError if an engine cannot be reached or does not join.
-        """
+        """Return the process group with the target's engines; create a new one if the engines have changed."""
         if self._group is not None and self._group.engines != target.engines:
             self.close()
         if self._group is None:

@@ -17,8 +17,7 @@ class WeightSource(Protocol):
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
         """Send the current weights with Hugging Face names to `target`; return the manifest of the sync.
 
-        Raises:
-            EngineError: an engine did not load the weights; they can be sent again.
+        Raises EngineError if an engine did not load the weights; they can be sent again.
         """
         ...
 

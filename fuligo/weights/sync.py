@@ -83,11 +83,8 @@ class WeightSync:
     async def sync(self) -> int:
         """Send the weights as the next version, and return the version.
 
-        If an engine is lost during the sync (--use-fault-tolerance), all weights are sent again to the other engines.
-
-        Raises:
-            EngineError: a live engine did not load the weights.
-            WeightSyncError: an engine reports a version or weights other than those that were sent; the run must end.
+        If an engine is lost during the sync (--use-fault-tolerance), all weights are sent again to the other engines. Raises EngineError if
+        a live engine did not load the weights, and WeightSyncError if one reports others than those that were sent; the run must end.
         """
         await self._send_to_all(self.version + 1)
         return self.version
@@ -97,14 +94,10 @@ class WeightSync:
         await self._send_to_all(self.version)
 
     async def sync_restarted(self, engine: InferenceEngine) -> bool:
-        """Send the current version to all restarted engines and return them to service.
+        """Send the current version to all restarted engines, and return whether `engine` is back in service.
 
-        Returns:
-            True if `engine` is in service. False if the trainer has since changed its weights, or has failed; `engine` then gets weights at
-            the next sync.
-
-        Raises:
-            EngineError: `engine` did not load the weights.
+        It is not if the trainer has since changed its weights, or has failed; it then gets weights at the next sync. Raises EngineError if
+        `engine` did not load the weights.
         """
         async with self._sending:
             while engine in self._engines.joining and self._still_current():
@@ -228,10 +221,7 @@ class WeightSync:
                 )
 
     async def _check_received(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """Check that every engine reports the version that was sent, and the adapter if only an adapter was sent.
-
-        Raises WeightSyncError if an engine does not.
-        """
+        """Check that every engine reports the version that was sent, and the adapter if only an adapter was sent."""
         version = manifest.version
         for url, info in await engines.model_infos():
             if info.weight_version != version:

@@ -23,10 +23,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Return the shapes; without `layer_types` every `sliding_window_pattern`-th layer has no window.
-
-    Raises ConfigError for bidirectional attention, soft-capping, and activations other than tanh GELU.
-    """
+    """Return the shapes; without `layer_types` every `sliding_window_pattern`-th layer has no window."""
     if config.switch("use_bidirectional_attention", default=False):
         raise config.contradiction("use_bidirectional_attention is true; only causal models are supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):

@@ -31,10 +31,7 @@ INPUT_SIZE, INPUT_VOCABULARY = 256, 262_144
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Return the shapes; without `layer_types` every sixth layer has no window, and the last layer never has one.
-
-    Raises ConfigError for bidirectional attention, and if layers without their own keys and values have no earlier layer to read them from.
-    """
+    """Return the shapes; without `layer_types` every sixth layer has no window, and the last layer never has one."""
     if (bidirectional := config.text("use_bidirectional_attention", default="vision")) != "vision":
         raise config.contradiction(f"use_bidirectional_attention is {bidirectional!r:.80}; only causal models are supported")
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
@@ -83,10 +80,7 @@ def architecture(config: ConfigJson) -> Architecture:
 
 
 def towers(config: ConfigJson) -> Part:
-    """Return the parameters of the model's vision and audio towers, with the projections of their outputs.
-
-    Raises ConfigError if a size is missing or malformed.
-    """
+    """Return the parameters of the model's vision and audio towers, with the projections of their outputs."""
     hidden_size = ConfigJson.of(config.values, config.source).count("hidden_size")
     image, sound = config.part("vision_config"), config.part("audio_config")
     total = 0
@@ -117,10 +111,7 @@ def _kinds(config: ConfigJson) -> list[str]:
 
 
 def _require_lenders(config: ConfigJson, kinds: list[str], first_borrowing: int) -> None:
-    """Check that each layer without its own keys and values has an earlier layer of its type to read them from.
-
-    Raises ConfigError if not.
-    """
+    """Raise ConfigError unless each layer without its own keys and values has an earlier layer of its type to read them from."""
     if first_borrowing <= 0:
         raise config.contradiction(
             f"num_kv_shared_layers is {config.values['num_kv_shared_layers']}; it must be less than num_hidden_layers ({len(kinds)})"

@@ -25,10 +25,7 @@ def _without_indexer(layer: Layer) -> Layer:
 
 
 def _computing_layers(config: ConfigJson) -> tuple[bool, ...]:
-    """Return for each layer whether it has an indexer, by `indexer_types`, else `index_topk_pattern`, else frequency and offset.
-
-    Raises ConfigError if these keys contradict each other, or the first layer has no indexer.
-    """
+    """Return for each layer whether it has an indexer, by `indexer_types`, else `index_topk_pattern`, else frequency and offset."""
     num_layers = config.count("num_hidden_layers")
     frequency = config.count("index_topk_freq", default=1)
     offset = config.index("index_skip_topk_offset", default=2)

@@ -28,10 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    """Return the shapes; without `layer_types` every other layer has a window, beginning with the first.
-
-    Raises ConfigError if `swiglu_limit` is not the limit that transformers always uses.
-    """
+    """Return the shapes; without `layer_types` every other layer has a window, beginning with the first."""
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     if (clamp := config.number("swiglu_limit", default=CLAMP)) != CLAMP:
         raise config.contradiction(f"swiglu_limit is {clamp:g}; only {CLAMP:g} is supported, which transformers always uses")

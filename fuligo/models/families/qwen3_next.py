@@ -48,9 +48,6 @@ def hybrid_architecture(
         experts: sizes of the experts; None: no layer has any.
         expert_layers: indices of the layers with experts; MTP layers have experts unless `experts` is None.
         has_fused_inputs: as in `LinearAttention`.
-
-    Raises:
-        ConfigError: a key of config.json is missing, malformed, or contradicts another.
     """
     hidden_size, linear = config.count("hidden_size"), _read_linear(config, has_fused_inputs)
     heads = replace(read_grouped_attention(config, qk_norm=True, default_head_dim=256), has_output_gate=True)

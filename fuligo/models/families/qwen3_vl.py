@@ -8,10 +8,7 @@ from fuligo.models.parts import vector
 
 
 def vision_tower(whole: ConfigJson) -> Part:
-    """Return the parameters of the vision tower: patch and position embeddings, blocks, and mergers of patches to tokens.
-
-    Each DeepStack layer has a separate merger. Raises ConfigError if a size is missing or malformed.
-    """
+    """Return the parameters of the vision tower: patch and position embeddings, blocks, and mergers, one more for each DeepStack layer."""
     config = whole.part("vision_config") or ConfigJson({}, f"{whole.source}, vision_config")
     hidden, inner, output = (config.count(key) for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
     pixels = config.count("in_channels", 3) * config.count("temporal_patch_size", 2) * config.count("patch_size") ** 2

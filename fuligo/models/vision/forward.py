@@ -72,18 +72,14 @@ def empty_patches(tower: Any) -> Patches:
 def hidden_states(
     base: Any, input_ids: Tensor, positions: Tensor, images: RowImages | None, features: Features | None, **kwargs: Any
 ) -> Tensor:
-    """Run the language model on a row.
+    """Run the language model on a row; return [1, T, E] last hidden states.
 
     Args:
         base: transformers' model without its output layer.
         input_ids: [T]
         positions: [3, T] rotary positions, or [T] for a row without images.
-        images: images of the row; None if it has none.
         features: features of the distinct images.
         kwargs: arguments for the language model's attention.
-
-    Returns:
-        [1, T, E] last hidden states
     """
     language = base.language_model
     embeddings = language.embed_tokens(input_ids)
@@ -122,10 +118,7 @@ class VisionTower:
         weights."""
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, images: RowImages | None, **kwargs: Any) -> Tensor:
-        """Run tower and language model on a row; see `hidden_states` of this module.
-
-        Raises DataError if an image cannot be read, or the processor makes a different number of tokens of it than its sample has.
-        """
+        """Run tower and language model on a row; see `hidden_states`. Raises DataError if an image is not what its sample was made with."""
         return hidden_states(self.base, input_ids, positions, images, self._features(images, input_ids.device), **kwargs)
 
     def _features(self, images: RowImages | None, device: torch.device) -> Features | None:

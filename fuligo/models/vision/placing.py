@@ -17,16 +17,12 @@ from fuligo.types import PlacedImages, PromptImage, RawImage
 def place_images(
     ids: Sequence[int], images: Sequence[bytes], grids: Sequence[TokenGrid], image_token_id: int, sources: Sequence[str]
 ) -> tuple[PromptImage, ...]:
-    """Return the images with the positions of their tokens.
+    """Return the images with the positions of their tokens. Raises DataError if they are not in the prompt, or nothing follows them.
 
     Args:
         ids: [P] prompt, possibly followed by sampled tokens; ids of the image token after the last image are text.
         images: encoded images, in the order of their tokens.
-        grids: grid of each image's tokens.
         sources: origin of each image, for error messages.
-
-    Raises:
-        DataError: the tokens of an image are not in the prompt, or nothing follows them.
     """
     ids = list(ids)
     placed: list[PromptImage] = []
@@ -49,21 +45,13 @@ def place_images(
 
 
 def collapsed(ids: Iterable[int], images: Sequence[PromptImage]) -> list[int]:
-    """Return the ids with one token per image, as the chat template writes them and SGLang expects them.
-
-    Args:
-        ids: [P] as in `place_images`.
-    """
+    """Return the ids [P] of `place_images` with one token per image, as the chat template writes them and SGLang expects them."""
     dropped = {at for image in images for at in range(image.first_token + 1, image.first_token + image.num_tokens)}
     return [int(token) for at, token in enumerate(ids) if at not in dropped]
 
 
 def completed(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int) -> list[int]:
-    """Return the ids with all tokens of each image.
-
-    Args:
-        ids: [P] with one token per image, as `collapsed` returns them, or already with all tokens.
-    """
+    """Return the ids with all tokens of each image, given ids [P] with one token per image (`collapsed`) or already with all."""
     whole, at = list(ids), 0
     for grid in grids:
         if image_token_id not in whole[at:]:
@@ -77,10 +65,6 @@ def completed(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: in
 
 def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int) -> tuple[list[int], list[int]]:
     """Repeat the one image token that the chat template writes for each image.
-
-    Args:
-        ids: token ids as the template writes them.
-        grids: grid of each image's tokens.
 
     Returns:
         The ids with all tokens of the images, and for each of these ids its index in the given ids.
@@ -108,10 +92,7 @@ class PromptImages:
     """Implementation of `data.images.ImagePlacer`."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the settings of the checkpoint.
-
-        Raises ConfigError if it is a text-only model, or has no settings of a known image processor.
-        """
+        """Read the settings of the checkpoint. Raises ConfigError if it is text-only, or its image processor is unknown."""
         config_json = read_config_json(directory)
         if config_json.get("model_type") not in VISION_TYPES:
             raise ConfigError(no_tower(directory, config_json.get("model_type")))
@@ -144,10 +125,7 @@ class PromptImages:
 
 
 def prompt_images(config: Config) -> PromptImages | None:
-    """Return the object that places images in a run's prompts; None without --multimodal-keys.
-
-    Raises ConfigError if the model is text-only, or its image processor is unknown.
-    """
+    """Return the object that places images in a run's prompts; None without --multimodal-keys."""
     if not config.data.multimodal_keys:
         return None
     return PromptImages(config.hf_checkpoint_path)

@@ -111,19 +111,13 @@ class ImageProcessor:
         """Locks by digest: the requests of a group arrive together, so the first decodes their image and the others wait."""
 
     def grid(self, data: bytes) -> TokenGrid:
-        """Return the grid of an image's tokens, computed from the image's size.
-
-        Raises DataError if the bytes are not an image, or the image is too large.
-        """
+        """Return the grid of an image's tokens, from its size. Raises DataError if it is not an image, or too large."""
         image = _opened(data)
         patches = self._size(image)
         return TokenGrid(patches[0] // self.merge_size, patches[1] // self.merge_size)
 
     def patches(self, data: bytes, digest: str) -> Patches:
-        """Return the patches of an image; `digest` identifies it.
-
-        Raises DataError if the bytes are not an image, are truncated, or decode to an image that is too large.
-        """
+        """Return the patches of the image that `digest` identifies. Raises DataError if it is damaged, or decodes to too many pixels."""
         with self._decoding[hash(digest) % _NUM_DECODING]:
             found = self._recent.get(digest)
             if found is None:
@@ -140,10 +134,7 @@ class ImageProcessor:
             return found
 
     def resized(self, data: bytes) -> bytes:
-        """Return the image as an RGB PNG file, resized so that other image processors leave its size unchanged. Its patches are the same.
-
-        Raises DataError like `patches`.
-        """
+        """Return the image as an RGB PNG file with the same patches, in the size that other image processors leave unchanged."""
         image = _decoded(data)
         if self._processor.do_resize:
             num_rows, num_columns = self._size(_opened(data))
@@ -273,10 +264,7 @@ def _decoded(data: bytes) -> Image:
 
 
 def _turn(image: Image) -> Transpose | None:
-    """Return the transposition that makes an image upright, read from its header; None if it is upright.
-
-    Raises DataError if the image is damaged.
-    """
+    """Return the transposition that makes an image upright, read from its header; None if it is upright."""
     from PIL.Image import Transpose
 
     # Pillow turns TIFF itself. EXIF data after a PNG's pixels is ignored, since reading it would decode the image.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fuligo.errors import ConfigError
 
+T = TypeVar("T")
 MAX_LAYERS = 10**4
 """Limit of num_hidden_layers, because an object is built for each layer."""
 MAX_COUNT = 10**9
@@ -61,27 +62,21 @@ class ConfigJson:
     def number(self, key: str, default: float) -> float:
         """Return a finite number, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
         value = self.values.get(key)
-        if value is None:
-            return default
-        return self._checked_number(key, value)
+        return default if value is None else self._checked_number(key, value)
 
     def switch(self, key: str, default: bool) -> bool:
         """Return a boolean, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.source}: {key} is {value!r}; it must be true or false")
-        return value
+        return self._given(key, default, bool, "true or false")
 
     def text(self, key: str, default: str) -> str:
         """Return a string, or the default if the key is absent or null. Raises ConfigError if it is malformed."""
+        return self._given(key, default, str, "a string")
+
+    def _given(self, key: str, default: T, kind: type[T], must_be: str) -> T:
         value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.source}: {key} is {value!r}; it must be a string")
-        return value
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{self.source}: {key} is {value!r}; it must be {must_be}")
+        return default if value is None else value
 
     def per_layer(self, key: str, words: tuple[str, ...]) -> tuple[str, ...] | None:
         """Return one of `words` per layer, or None if the key is absent or null. Raises ConfigError if it is malformed."""

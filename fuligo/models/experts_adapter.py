@@ -5,7 +5,7 @@ experts. Here the tokens of an expert pass through its A and B in addition to it
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
+
+if TYPE_CHECKING:
+    from fuligo.models.quantised_linear import QuantisedWeight
 
 ADAPTED_EXPERTS = "fuligo_adapted"
 """Name under which models select this implementation of experts: `set_experts_implementation(ADAPTED_EXPERTS)`."""
@@ -45,14 +48,6 @@ class ExpertsAdapter(nn.Module):
         """Return A [E, R, inputs] and B [E, outputs, R] of the matrix `gate_up` or `down`, cast to `dtype`."""
         a, b = (self.get_parameter(f"{matrix}_{factor}").to(dtype) for factor in "AB")
         return stacked_factors(a, b, self.num_experts)
-
-
-class HeldMatrices(Protocol):
-    """Matrices of a layer's experts in a form other than a plain tensor, such as quantized."""
-
-    def product(self, rows: Tensor, *, ends: Tensor) -> Tensor:
-        """Return the products [S, outputs] of `rows` [S, inputs], which are sorted by expert; `ends` [E]: end of each expert's rows."""
-        ...
 
 
 def stacked_factors(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +82,7 @@ def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     return weighted[in_order].unflatten(0, (num_tokens, top_k)).sum(1).to(hidden.dtype)
 
 
-def _product(rows: Tensor, weight: Tensor | HeldMatrices, ends: Tensor, adapter: ExpertsAdapter | None, matrix: str) -> Tensor:
+def _product(rows: Tensor, weight: "Tensor | QuantisedWeight", ends: Tensor, adapter: ExpertsAdapter | None, matrix: str) -> Tensor:
     """Multiply rows [S, inputs], sorted by expert, by matrices [E, outputs, inputs], and add the adapter's update if it is on."""
     if isinstance(weight, Tensor):
         rows = rows.to(weight.dtype)

@@ -90,7 +90,7 @@ class SharedCopies:
             (_aligned(sum(tensors[position].nbytes for position in positions)) for positions in alike.values()), initial=0
         )
         pages = self._turn(num_bytes, is_pinned=any(device.type == "cuda" for device, _ in alike))
-        placed: dict[int, tuple[torch.Tensor, _Tensor]] = {}
+        placed: dict[int, tuple[torch.Tensor, _Handle]] = {}
         for begin, positions in zip(begins, alike.values()):
             placed |= zip(positions, pages.take(begin, [tensors[position] for position in positions]))
         copies = [(name, placed[position][0]) for position, name in enumerate(names)]
@@ -143,41 +143,38 @@ def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
 
 
 @dataclass(slots=True, frozen=True)
+class _Handle:
+    """Stand-in for the result of a call that a receiver makes when it unpickles the payload."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call, self.arguments
+
+
+@dataclass(slots=True, frozen=True)
 class _File:
-    """Handle that unpickles to a storage that maps the file copy-on-write."""
+    """Shared-memory file."""
 
     path: str
     num_bytes: int
     descriptor: int
     """File descriptor in the sender's process."""
+    storage: _Handle
+    """Storage that maps the file copy-on-write; a payload holds it once for all its tensors."""
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return torch.UntypedStorage.from_file, (self.path, False, self.num_bytes)
+    @classmethod
+    def sized(cls, path: str, num_bytes: int, descriptor: int) -> "_File":
+        """Give an open file its size."""
+        os.ftruncate(descriptor, num_bytes)
+        return cls(path, num_bytes, descriptor, _Handle(torch.UntypedStorage.from_file, (path, False, num_bytes)))
 
-
-@dataclass(slots=True, frozen=True)
-class _Typed:
-    """Handle that unpickles to a typed storage that maps the file."""
-
-    file: _File
-    dtype: torch.dtype
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return reductions.rebuild_typed_storage, (self.file, self.dtype)
-
-
-@dataclass(slots=True, frozen=True)
-class _Tensor:
-    """Handle that unpickles to a contiguous tensor in the file."""
-
-    storage: _Typed
-    offset: int
-    """Offset in elements."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return reductions.rebuild_tensor, (torch.Tensor, self.storage, (self.offset, self.shape, self.stride, False))
+    def handle(self, begin: int, tensor: torch.Tensor) -> _Handle:
+        """Return the handle of a contiguous tensor like `tensor` at offset `begin`."""
+        typed = _Handle(reductions.rebuild_typed_storage, (self.storage, tensor.dtype))
+        place = begin // tensor.element_size(), tuple(tensor.shape), tensor.stride(), False
+        return _Handle(reductions.rebuild_tensor, (torch.Tensor, typed, place))
 
 
 @dataclass(slots=True, frozen=True)
@@ -208,14 +205,13 @@ class _Pages:
                         torch.zeros(1, device="cuda")
             return cls(file, flat, stack.pop_all().close)
 
-    def take(self, begin: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, _Tensor]]:
+    def take(self, begin: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, _Handle]]:
         """Copy tensors that share a data type and device to offset `begin`, in one transfer; yield the copies and their handles."""
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.content[begin : begin + joined.nbytes].view(joined.dtype).copy_(joined)
-        typed = _Typed(self.file, joined.dtype)
         for tensor in tensors:
             copy = self.content[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            yield copy, _Tensor(typed, begin // tensor.element_size(), tuple(copy.shape), copy.stride())
+            yield copy, self.file.handle(begin, copy)
             begin += tensor.nbytes
 
 
@@ -225,7 +221,7 @@ def _encode(handles: object) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Tensor]]:
+def _handles(named_tensors: NamedTensors, stack: ExitStack) -> list[tuple[str, torch.Tensor | _Handle]]:
     """Return the names with GPU tensors as they are and, for CPU tensors, handles of copies in a file that `stack` closes."""
     copies = _copies([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"], stack)
     return [(name, next(copies) if tensor.device.type == "cpu" else tensor.detach()) for name, tensor in named_tensors]
@@ -235,7 +231,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tensor]:
+def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Handle]:
     """Copy CPU tensors to a shared-memory file that `stack` closes; yield the handles of the copies."""
     *begins, num_bytes = accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0)
     file = stack.enter_context(_open_file(max(num_bytes, _ALIGNMENT)))
@@ -247,7 +243,7 @@ def _copies(tensors: Sequence[torch.Tensor], stack: ExitStack) -> Iterator[_Tens
         with ThreadPoolExecutor(num_threads, thread_name_prefix="payload") as threads:
             list(threads.map(partial(_write, file.descriptor), (placed[first::num_threads] for first in range(num_threads))))
     for tensor, begin in placed:
-        yield _Tensor(_Typed(file, tensor.dtype), begin // tensor.element_size(), tuple(tensor.shape), tensor.stride())
+        yield file.handle(begin, tensor)
 
 
 def _write(descriptor: int, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -269,12 +265,10 @@ def _open_file(num_bytes: int) -> Iterator[_File]:
     """Open a shared-memory file. On Linux it has no name, so it disappears with the last process that has it open."""
     if sys.platform == "linux":
         with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
-            file.truncate(num_bytes)
-            yield _File(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes, file.fileno())
+            yield _File.sized(f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes, file.fileno())
     else:
         with tempfile.NamedTemporaryFile() as file:
-            file.truncate(num_bytes)
-            yield _File(file.name, num_bytes, file.fileno())
+            yield _File.sized(file.name, num_bytes, file.fileno())
 
 
 _DEVICE = 6

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,12 +38,14 @@ def convert(plan: Fp8Plan, report: Report) -> None:
     Raises CheckpointError if a file cannot be read or written, a weight is not finite, or a written file does not read back correctly.
     """
     assert plan.shards
+    num_threads = torch.get_num_threads()
     try:
         plan.target.mkdir(parents=True, exist_ok=True)
         for leftover in plan.target.rglob(f"{UNFINISHED}*"):
             leftover.unlink()
         stop = threading.Event()
-        with _one_thread_each() as set_threads, ThreadPoolExecutor(plan.num_workers, "fp8", set_threads) as workers:
+        one_thread = partial(torch.set_num_threads, 1)  # pieces are small
+        with ThreadPoolExecutor(plan.num_workers, "fp8", one_thread) as workers:
             waiting = [workers.submit(_convert_shard, shard, plan.source, plan.target, stop) for shard in plan.shards]
             try:
                 for number, done in enumerate(as_completed(waiting), 1):
@@ -67,14 +69,6 @@ def convert(plan: Fp8Plan, report: Report) -> None:
         raise CheckpointError(
             f"cannot convert to FP8: {error.filename or plan.target}: {error.strerror}; repeat the command to continue"
         ) from error
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[Callable[[], None]]:
-    """Yield a function that limits torch to one thread, for each worker to call, as pieces are small; restore the limit at the end."""
-    num_threads = torch.get_num_threads()
-    try:
-        yield lambda: torch.set_num_threads(1)
     finally:
         torch.set_num_threads(num_threads)
 

@@ -35,10 +35,9 @@ class HuggingFaceView:
         self.is_value_model = self.tensors.shapes.get(HEAD) == (1, policy_names.architecture.hidden_size)
         self._names = value_names(policy_names) if self.is_value_model else policy_names
         self._stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-        file = (directory / MODEL_FILES) / TENSORS
-        self._origin = (
-            {name: DTYPES[dtype] for name, dtype in json.loads(file.read_text()).items() if dtype in DTYPES} if file.exists() else {}
-        )
+        file = directory / MODEL_FILES / TENSORS
+        recorded = json.loads(file.read_text()) if file.exists() else {}
+        self._origin = {name: DTYPES[dtype] for name, dtype in recorded.items() if dtype in DTYPES}
         self._sources: dict[str, tuple[Weight, str]] = {}
         """Megatron weight that each tensor is made from, and the tensor's name in `weight.checkpoint`, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}

@@ -257,8 +257,6 @@ class Architecture:
     attention: GroupedAttention | LatentAttention
     experts: Experts | None
     """Experts of the MoE layers; None for a dense model."""
-    sparse_index: SparseIndex | None
-    """Indexer of sparse attention (DSA); None without one."""
     layers: tuple[Layer, ...]
     mtp_layers: tuple[Layer, ...]
     """MTP layers of the checkpoint; not part of `num_parameters`."""
@@ -268,6 +266,8 @@ class Architecture:
     final_norm: Part
     is_quantised: bool
     """True if the checkpoint's matrices are quantized. FP8 is assumed for every quantization_config in config.json but MXFP4."""
+    sparse_index: SparseIndex | None = None
+    """Indexer of sparse attention (DSA); None without one."""
     linear_attention: LinearAttention | None = None
     """Sizes of the layers with linear attention; None: all layers have `attention`."""
     is_mxfp4: bool = False

@@ -85,7 +85,8 @@ def _family(given: PassThrough) -> str:
         return family
     if (problem := gates_problem(given)) is not None:
         raise ConfigError(problem)
-    return max((name for name, family in FAMILIES.items() if _tell(given, family.model_args)), key=_precedence)
+    alike = {name: family.model_args.precedence for name, family in FAMILIES.items() if _tell(given, family.model_args)}
+    return max(alike, key=alike.__getitem__)
 
 
 def gates_problem(given: PassThrough) -> str | None:
@@ -94,10 +95,6 @@ def gates_problem(given: PassThrough) -> str | None:
     return (
         f"{gates}: --train-backend megatron cannot train models with such gates (Qwen3-Next, Qwen3.5); {TORCH_INSTEAD}" if gates else None
     )
-
-
-def _precedence(family: str) -> int:
-    return FAMILIES[family].model_args.precedence
 
 
 def _tell(given: PassThrough, args: ModelArgs) -> bool:

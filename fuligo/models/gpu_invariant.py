@@ -62,11 +62,6 @@ class _Rotate(torch.autograd.Function):
         return kernels().rotate(grad.contiguous(), rows, cos, sin, backward=True), None, None
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """Return the logsumexp [N] of the rows of [N, V] float32 on a GPU, without gradient."""
-    return kernels().log_sum_exp(logits)
-
-
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, slots: Tensor, *, longest: int, scale: float
 ) -> Tensor:

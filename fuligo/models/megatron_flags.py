@@ -49,9 +49,9 @@ _COMPARED = _SWITCHES | _VALUES
 """Flags that describe the model, whether or not its config.json states them."""
 
 
-def megatron_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
+def megatron_flags(config_json: Mapping[str, Any]) -> Flags:
     """Return the MODEL_ARGS of a model: those that its config.json implies, and the recommended ones for running it."""
-    return {**stated_flags(config_json, source), **_run_flags(architecture_of(config_json, source))}
+    return {**stated_flags(config_json), **_run_flags(architecture_of(config_json))}
 
 
 def disagreements(config: Config, config_json: Mapping[str, Any], source: str = "config.json") -> Iterator[tuple[str, object, object]]:

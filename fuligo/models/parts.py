@@ -222,7 +222,6 @@ def assemble(
         tied_embeddings=tied,
         attention=attention,
         experts=experts,
-        sparse_index=None,
         layers=layers,
         mtp_layers=tuple(mtp_layers),
         embedding=Part(PartKind.EMBEDDING, vocab_size * hidden_size, Split.TENSOR, quantisable=False, is_matmul=False),

@@ -10,14 +10,8 @@ from fuligo.models.registry import architecture_of, family_of
 
 Flags = dict[str, Any]
 
-_YARN = {
-    "rotary_scaling_factor": "factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
+_SAME = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN = {"rotary_scaling_factor": "factor", **dict(zip(_SAME, _SAME))}
 """Flag -> key of the rotary settings."""
 
 _LLAMA_3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1, "high_freq_factor": 4}
@@ -123,16 +117,15 @@ def _rotary(config: ConfigJson, architecture: Architecture) -> Flags:
     kind = config.rotary_kind
     if kind == "default":
         return flags | ({"rope_type": "rope"} if is_latent else {})
-    if config.rotary_number("factor") is None:
+    if (factor := config.rotary_number("factor")) is None:
         raise config.contradiction(f"rotary scaling of type {kind} has no factor; add it")
     if kind == "yarn" and is_latent:
         scaling = {flag: config.rotary_number(key) for flag, key in _YARN.items()}
         return flags | {"rope_type": "yarn"} | {flag: value for flag, value in scaling.items() if value is not None}
-    factor = config.rotary_number("factor")
-    if kind == "linear" and not is_latent and factor == int(factor or 0):
-        return flags | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
+    if kind == "linear" and not is_latent and factor == int(factor):
+        return flags | {"rotary_seq_len_interpolation_factor": int(factor)}
     if kind == "llama3" and all(config.rotary_number(key) == value for key, value in _LLAMA_3.items()):
-        return flags | {"use_rope_scaling": True, "rope_scaling_factor": config.rotary_number("factor")}
+        return flags | {"use_rope_scaling": True, "rope_scaling_factor": factor}
     raise config.contradiction(
         f"Megatron has no flags for the rotary scaling of this {config.model_type} model ({kind}); use --train-backend torch"
     )

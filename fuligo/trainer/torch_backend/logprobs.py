@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from fuligo.models.batch_invariant import linear, log_softmax
 from fuligo.models.cpu_products import product
-from fuligo.models.gpu_invariant import log_sum_exp
+from fuligo.models.gpu_invariant import kernels
 from fuligo.trainer.logprobs import TokenLogprobs, add_product, chunks, grad_of_logits, row_sums, rowwise_dot, scaled_logits
 
 
@@ -134,5 +134,5 @@ def _logprobs(logits: Tensor, targets: Tensor, is_batch_invariant: bool) -> tupl
     sums = row_sums(logits)
     log_sum = sums.total.log()
     if is_batch_invariant:
-        return at_target - log_sum_exp(logits), log_sum - sums.weighted / sums.total, sums.peak + log_sum
+        return at_target - kernels().log_sum_exp(logits), log_sum - sums.weighted / sums.total, sums.peak + log_sum
     return at_target - sums.peak - log_sum, log_sum - sums.weighted / sums.total, sums.peak + log_sum

@@ -5,6 +5,7 @@ was created. The payload for an engine's rank therefore comes from the trainer r
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -69,17 +70,9 @@ class OwnEngine:
     def _call(self, payload: str, version: int | None) -> None:
         others = [rank for rank in self.engine.trainer_ranks if rank != self.caller]
         payloads = [payload, *(self._receive(rank) for rank in others)]
-
-        async def post() -> None:
-            client = EngineClient(self.engine.url, self.engine.keys, number=self.engine.number)
-            try:
-                await client.update_weights_from_tensor(payloads, version)
-            finally:
-                await client.close()
-
         refusal = ""
         try:
-            asyncio.run(post())
+            asyncio.run(post([(self.engine, payloads)], version))
         except EngineError as error:
             refusal = str(error)
             raise
@@ -94,6 +87,19 @@ class OwnEngine:
         received = [""]
         dist.recv_object_list(received, src=rank, group=self.ranks.objects)
         return received[0]
+
+
+async def post(payloads: Sequence[tuple[EngineAddress, list[str]]], version: int | None) -> None:
+    """Load a bucket into engines, given a payload for each of their ranks. Raises EngineError if an engine does not load it."""
+    clients = [EngineClient(engine.url, engine.keys, number=engine.number) for engine, _ in payloads]
+    try:
+        calls = [client.update_weights_from_tensor(own, version) for client, (_, own) in zip(clients, payloads)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def own_engine(engines: tuple[EngineAddress, ...], ranks: TrainerRanks) -> OwnEngine | None:

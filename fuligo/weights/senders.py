@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from traceback import clear_frames
 
-from fuligo.engines.client import EngineClient
 from fuligo.engines.host import own_address
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
@@ -21,7 +20,7 @@ from fuligo.formats.payload import shared_payload
 from fuligo.formats.private import filling
 from fuligo.formats.weight_manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.broadcast import BroadcastGroup
-from fuligo.weights.colocated import TrainerRanks, own_engine
+from fuligo.weights.colocated import TrainerRanks, own_engine, post
 
 
 class WeightSender:
@@ -144,22 +143,6 @@ class WeightSender:
 
 def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | None) -> None:
     """Share a bucket's memory with every rank of every engine. Raises EngineError if an engine does not load it."""
-
-    async def post(payloads: list[str]) -> None:
-        clients = [EngineClient(engine.url, engine.keys, number=engine.number) for engine in engines]
-        waiting = iter(payloads)
-        try:
-            calls = [
-                client.update_weights_from_tensor([next(waiting) for _ in range(engine.num_ranks)], version)
-                for client, engine in zip(clients, engines)
-            ]
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        finally:
-            await asyncio.gather(*(client.close() for client in clients))
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-
     num_receivers = sum(engine.num_ranks for engine in engines)
     with ExitStack() as shared:
         if any(tensor.is_cuda for _, tensor in bucket):  # a CUDA IPC handle can be opened only once
@@ -171,7 +154,8 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
             payloads = [shared.enter_context(shared_payload(copy)) for copy in copies]
         else:
             payloads = [shared.enter_context(shared_payload(bucket))] * num_receivers
-        asyncio.run(post(payloads))
+        waiting = iter(payloads)
+        asyncio.run(post([(engine, [next(waiting) for _ in range(engine.num_ranks)]) for engine in engines], version))
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:

@@ -30,7 +30,7 @@ from fuligo.planner.memory.engine import engine_memory
 from fuligo.planner.subject import read_subject
 from fuligo.trainer.torch_backend.model import Policy, check_packed_forward, load_model
 from fuligo.trainer.torch_backend.weights import named_weights
-from fuligo.weights import senders
+from fuligo.weights import colocated, senders
 from fuligo.weights.senders import WeightSender
 from tests import tiny
 
@@ -77,7 +77,7 @@ class Client:
 def test_ranks_that_share_memory_get_biases_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank sets them to zero where they lie. On CPUs, what a rank writes is private to it."""
     bias, matrix = "model.layers.0.mlp.experts.down_proj_bias", "model.layers.0.mlp.experts.down_proj"
-    monkeypatch.setattr(senders, "EngineClient", Client)
+    monkeypatch.setattr(colocated, "EngineClient", Client)
     monkeypatch.setattr(senders, "shared_payload", contextlib.nullcontext)
     monkeypatch.setattr(Client, "received", [])
     bucket: Any = [(bias, OnGpu()), (matrix, OnGpu())]

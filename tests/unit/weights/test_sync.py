@@ -26,7 +26,7 @@ from fuligo.formats.weight_manifest import Transport, WeightManifest, WeightTarg
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.ranks.commands import Command
 from fuligo.trainer.ranks.trainer import RankedTrainer
-from fuligo.weights import broadcast, senders
+from fuligo.weights import broadcast, colocated
 from fuligo.weights.broadcast import BroadcastGroup
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
@@ -242,7 +242,7 @@ async def test_an_engine_whose_scheduler_hangs_is_restarted(
 ) -> None:
     """Its HTTP server still answers; only the timeout of a call reveals the hang."""
     soon_s = 2.0
-    monkeypatch.setattr(senders, "EngineClient", partial(EngineClient, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
+    monkeypatch.setattr(colocated, "EngineClient", partial(EngineClient, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=soon_s))
     hangs = {0: Fault(path, "hangs")}
     async with open_world(transport, hangs, num_engines=1, call_timeout_s=soon_s, health_timeout_s=soon_s) as world:

@@ -1,6 +1,7 @@
 """Models of the Hugging Face Hub: resolution of names such as Qwen/Qwen3-0.6B to directories of the Hub's cache."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -102,38 +103,26 @@ def located(config: Config) -> Config:
 
     Raises a ConfigError that lists all models that the Hub does not provide.
     """
-    missing = {place: model for place, model in _named(config).items() if not (_directory(config, place) / "config.json").is_file()}
-    return _replaced(config, missing, ["config.json"])
+    return _downloaded(config, lambda _, directory: not (directory / "config.json").is_file(), ["config.json"])
 
 
 def with_weights(config: Config) -> Config:
     """Download the weights of the Hub models that `located` found, unless they are complete; return the config with their directories."""
-    incomplete = {
-        place: model
-        for place, model in _named(config).items()
-        if any(checkpoint_problems(_directory(config, place), may_be_value_model=place.flag == "critic_load"))
-    }
-    return _replaced(config, incomplete, None)
+
+    def is_incomplete(flag: str, directory: Path) -> bool:
+        return any(checkpoint_problems(directory, may_be_value_model=flag == "critic_load"))
+
+    return _downloaded(config, is_incomplete, None)
 
 
-def _named(config: Config) -> dict[_Place, HubModel]:
-    """Return the Hub models that the config names, by setting."""
-    places = [*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(_served(config))))]
-    given = {place: place.value(config) for place in places}
-    return {place: model for place, text in given.items() if text is not None and (model := HubModel.parse(text)) is not None}
-
-
-def _served(config: Config) -> list[ModelServers]:
-    return list(config.engine.sglang_config or [])
-
-
-def _directory(config: Config, place: _Place) -> Path:
-    return Path(str(place.value(config)))
-
-
-def _replaced(config: Config, models: dict[_Place, HubModel], allowed: list[str] | None) -> Config:
+def _downloaded(config: Config, is_missing: Callable[[str, Path], bool], allowed: list[str] | None) -> Config:
+    """Download the Hub models that the config names, if `is_missing(flag, directory)`; see `HubModel.download` for `allowed`."""
     problems: list[str] = []
-    for place, model in models.items():
+    for place in (*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(_served(config))))):
+        text = place.value(config)
+        model = None if text is None else HubModel.parse(text)
+        if text is None or model is None or not is_missing(place.flag, Path(text)):
+            continue
         try:
             config = place.replaced(config, str(model.download(allowed)))
         except ConfigError as error:
@@ -141,3 +130,7 @@ def _replaced(config: Config, models: dict[_Place, HubModel], allowed: list[str]
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def _served(config: Config) -> list[ModelServers]:
+    return list(config.engine.sglang_config or [])

@@ -16,7 +16,7 @@ from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import prediction_prefixes
 from fuligo.formats.quantised_base import QuantisedBase
-from fuligo.models.adapter import adapter_tensors, add_adapter, with_adapter_of
+from fuligo.models.adapter import SharedBase, adapter_tensors, add_adapter, with_adapter_of
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.batch_invariant import log_softmax
 from fuligo.models.cpu_products import speed_up_linear_layers
@@ -25,7 +25,6 @@ from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
 from fuligo.models.quantised_linear import round_base
 from fuligo.models.registry import REFUSED, batch_variant_because
-from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,

@@ -30,7 +30,7 @@ from fuligo.errors import ConfigError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.private import scratch_root
 from fuligo.limits import available_memory_bytes, num_cores, raise_open_files
-from fuligo.models.shared_base import SharedBase
+from fuligo.models.adapter import SharedBase
 
 logger = logging.getLogger(__name__)
 GIL_SWITCH_S = 2e-4

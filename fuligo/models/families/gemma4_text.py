@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fuligo.formats.stored_experts import StoredExperts
-from fuligo.models.architecture import Activation, Architecture, Experts, GroupedAttention, Layer, Numerics, Part, PartKind, Split
+from fuligo.models.architecture import Activation, Architecture, GroupedAttention, Layer, Numerics, Part, PartKind, Split
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.families.gemma3_text import FULL, SLIDING, WINDOW_PATTERN
 from fuligo.models.family import Family
@@ -35,11 +35,15 @@ def architecture(config: ConfigJson) -> Architecture:
     if (bidirectional := config.text("use_bidirectional_attention", default="vision")) != "vision":
         raise config.contradiction(f"use_bidirectional_attention is {bidirectional!r:.80}; only causal models are supported")
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
-    experts = None
+    experts, mixture = None, ()
     if config.switch("enable_moe_block", default=False):
         experts = read_experts(config, num_experts_key="num_experts", chosen_key="top_k_experts", shared=False)
         experts = replace(experts, has_softmax_router=True)
+        scales = vector(PartKind.ROUTER, hidden_size + experts.num_experts)  # of the router, per input and per expert
+        mixture = (*expert_mlp_parts(experts, hidden_size), scales)
     heads, input_size = _read_heads(config), config.index("hidden_size_per_layer_input", default=INPUT_SIZE)
+    # gate and output projection of a layer's per-layer embeddings
+    gates = (matrix(PartKind.LAYER_INPUT, 2 * hidden_size * input_size, Split.REPLICATED, quantisable=False),) if input_size else ()
     first_borrowing = num_layers - config.index("num_kv_shared_layers", default=0)
     window, width = config.count("sliding_window", default=WINDOW), config.count("intermediate_size")
     doubles = config.switch("use_double_wide_mlp", default=False)
@@ -51,16 +55,15 @@ def architecture(config: ConfigJson) -> Architecture:
         parts = (
             *grouped_attention_parts(own, hidden_size),
             *dense_mlp_parts(hidden_size, size),
-            *_expert_parts(experts, hidden_size),
-            *_input_parts(input_size, hidden_size),
+            *mixture,
+            *gates,
             norms((4 + (3 if experts else 0) + (1 if input_size else 0)) * hidden_size),
         )
-        is_windowed = kind == SLIDING
         return Layer(
             number,
             parts,
             is_moe=experts is not None,
-            window=window if is_windowed else None,
+            window=window if kind == SLIDING else None,
             attention=own,
             dense_size=size,
             input_size=input_size,
@@ -121,20 +124,6 @@ def _require_lenders(config: ConfigJson, kinds: list[str], first_borrowing: int)
             f"num_kv_shared_layers is {config.values['num_kv_shared_layers']}, but no {min(lacking)} layer before the last "
             f"{len(kinds) - first_borrowing} has keys and values to share"
         )
-
-
-def _expert_parts(experts: Experts | None, hidden_size: int) -> Parts:
-    """Return the experts and the router, which also has a scale per input and per expert."""
-    if experts is None:
-        return ()
-    return *expert_mlp_parts(experts, hidden_size), vector(PartKind.ROUTER, hidden_size + experts.num_experts)
-
-
-def _input_parts(input_size: int, hidden_size: int) -> Parts:
-    """Return the gate and the output projection of a layer's per-layer embeddings."""
-    if not input_size:
-        return ()
-    return (matrix(PartKind.LAYER_INPUT, 2 * hidden_size * input_size, Split.REPLICATED, quantisable=False),)
 
 
 def _layer_inputs(config: ConfigJson, input_size: int, hidden_size: int, num_layers: int) -> Parts:

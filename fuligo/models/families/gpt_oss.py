@@ -6,11 +6,10 @@ Published files hold the experts in MXFP4, four bits a weight; a trainer dequant
 from dataclasses import replace
 
 from fuligo.formats.stored_experts import StoredExperts
-from fuligo.models.architecture import Architecture, Experts, Layer, PartKind, Split
+from fuligo.models.architecture import Architecture, Layer, PartKind, Split
 from fuligo.models.config_json import ConfigJson
 from fuligo.models.family import Family
 from fuligo.models.parts import (
-    Parts,
     assemble,
     expert_mlp_parts,
     grouped_attention_parts,
@@ -39,20 +38,17 @@ def architecture(config: ConfigJson) -> Architecture:
     attention = (*grouped_attention_parts(heads, hidden_size), sinks)
     experts = read_experts(config, num_experts_key="num_local_experts", size_key="intermediate_size", shared=False)
     experts = replace(experts, has_softmax_router=True)
-    parts = (*attention, *expert_mlp_parts(experts, hidden_size), *_expert_biases(experts, hidden_size), norms(2 * hidden_size))
+    biases = (
+        vector(PartKind.ROUTER, experts.num_experts),
+        vector(PartKind.ROUTED_EXPERTS, experts.num_experts * (2 * experts.intermediate_size + hidden_size), Split.EXPERT),
+    )
+    parts = (*attention, *expert_mlp_parts(experts, hidden_size), *biases, norms(2 * hidden_size))
     kinds = config.per_layer("layer_types", (FULL, SLIDING)) or [(SLIDING, FULL)[number % 2] for number in range(num_layers)]
     window = config.count("sliding_window", default=WINDOW)
     layers = [Layer(number, parts, is_moe=True, window=window if kind == SLIDING else None) for number, kind in enumerate(kinds)]
     given = config.values.get("quantization_config")
     is_mxfp4 = isinstance(given, dict) and given.get("quant_method") == "mxfp4"
     return replace(assemble(config, heads, layers, experts=experts), **{"is_mxfp4": True, "is_quantised": False} if is_mxfp4 else {})
-
-
-def _expert_biases(experts: Experts, hidden_size: int) -> Parts:
-    return (
-        vector(PartKind.ROUTER, experts.num_experts),
-        vector(PartKind.ROUTED_EXPERTS, experts.num_experts * (2 * experts.intermediate_size + hidden_size), Split.EXPERT),
-    )
 
 
 FAMILY = Family(

@@ -54,53 +54,6 @@ class Features(NamedTuple):
         return Features(self.merged.index_select(0, index), tuple(each.index_select(0, index) for each in self.deepstack))
 
 
-def tower_features(tower: Any, patches: Sequence[Patches], device: torch.device) -> Features:
-    """Run the tower once over all images, which do not attend to each other; return the features of their M tokens in order."""
-    values = torch.cat([torch.from_numpy(each.values) for each in patches]).to(device)
-    grids = torch.tensor([[1, each.num_rows, each.num_columns] for each in patches], device=device)
-    outputs = tower(values.to(tower.dtype), grid_thw=grids, return_dict=True)
-    return Features(outputs.pooler_output, tuple(getattr(outputs, "deepstack_features", ())))
-
-
-def empty_patches(tower: Any) -> Patches:
-    """Return all-zero patches that make up one token."""
-    side, config = tower.spatial_merge_size, tower.config
-    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return Patches(torch.zeros(side * side, width).numpy(), side, side)
-
-
-def hidden_states(
-    base: Any, input_ids: Tensor, positions: Tensor, images: RowImages | None, features: Features | None, **kwargs: Any
-) -> Tensor:
-    """Run the language model on a row; return [1, T, E] last hidden states.
-
-    Args:
-        base: transformers' model without its output layer.
-        input_ids: [T]
-        positions: [3, T] rotary positions, or [T] for a row without images.
-        features: features of the distinct images.
-        kwargs: arguments for the language model's attention.
-    """
-    language = base.language_model
-    embeddings = language.embed_tokens(input_ids)
-    if images is not None and features is not None:
-        placed = features.select(images.features)
-        embeddings = embeddings.index_copy(0, images.positions, placed.merged.to(embeddings.dtype))
-        if placed.deepstack:
-            is_image = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device).index_fill(0, images.positions, True)
-            kwargs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": list(placed.deepstack)}
-    elif features is not None:  # features of an empty image, which add zero: every rank must run the tower
-        total = torch.stack([each.sum() for each in (features.merged, *features.deepstack)]).sum()
-        embeddings = embeddings + 0.0 * total.to(embeddings.dtype)
-    outputs = language(
-        inputs_embeds=embeddings[None],
-        position_ids=positions[:, None] if positions.dim() == 2 else positions[None],
-        use_cache=False,
-        **kwargs,
-    )
-    return outputs.last_hidden_state
-
-
 class VisionTower:
     """Tower of a model, with the image processor of its checkpoint.
 
@@ -118,16 +71,45 @@ class VisionTower:
         weights."""
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, images: RowImages | None, **kwargs: Any) -> Tensor:
-        """Run tower and language model on a row; see `hidden_states`. Raises DataError if an image is not what its sample was made with."""
-        return hidden_states(self.base, input_ids, positions, images, self._features(images, input_ids.device), **kwargs)
+        """Run tower and language model on a row; return [1, T, E] last hidden states.
+
+        Args:
+            input_ids: [T]
+            positions: [3, T] rotary positions, or [T] for a row without images.
+            kwargs: arguments for the language model's attention.
+
+        Raises:
+            DataError: an image is not what its sample was made with.
+        """
+        language = self.base.language_model
+        embeddings, features = language.embed_tokens(input_ids), self._features(images, input_ids.device)
+        if images is not None and features is not None:
+            placed = features.select(images.features)
+            embeddings = embeddings.index_copy(0, images.positions, placed.merged.to(embeddings.dtype))
+            if placed.deepstack:
+                is_image = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device).index_fill(0, images.positions, True)
+                kwargs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": list(placed.deepstack)}
+        elif features is not None:  # features of an empty image, which add zero: every rank must run the tower
+            total = torch.stack([each.sum() for each in (features.merged, *features.deepstack)]).sum()
+            embeddings = embeddings + 0.0 * total.to(embeddings.dtype)
+        rotary = positions[:, None] if positions.dim() == 2 else positions[None]
+        return language(inputs_embeds=embeddings[None], position_ids=rotary, use_cache=False, **kwargs).last_hidden_state
 
     def _features(self, images: RowImages | None, device: torch.device) -> Features | None:
+        """Run the tower once over all distinct images, which do not attend to each other, or over an empty one if it must run."""
         if images is None and not self.runs_always:
             return None
-        tower = self.base.visual
-        patches = [empty_patches(tower)] if images is None else [self._patches(image) for image in images.distinct]
+        tower, side = self.base.visual, self.base.visual.spatial_merge_size
+        if images is None:  # patches that make up one token
+            width = tower.config.in_channels * tower.config.temporal_patch_size * tower.config.patch_size**2
+            patches = [Patches(np.zeros((side * side, width), np.float32), side, side)]
+        else:
+            patches = [self._patches(image) for image in images.distinct]
+        values = torch.cat([torch.from_numpy(each.values) for each in patches]).to(device)
+        grids = torch.tensor([[1, each.num_rows, each.num_columns] for each in patches], device=device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
-            return tower_features(tower, patches, device)
+            outputs = tower(values.to(tower.dtype), grid_thw=grids, return_dict=True)
+        return Features(outputs.pooler_output, tuple(getattr(outputs, "deepstack_features", ())))
 
     def _patches(self, image: PromptImage) -> Patches:
         try:

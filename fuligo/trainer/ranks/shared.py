@@ -19,7 +19,7 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fuligo.models.shared_base import SharedBase
+    from fuligo.models.adapter import SharedBase
     from fuligo.trainer.packing import Cost
     from fuligo.trainer.ranks.settings import TrainerSettings
     from fuligo.trainer.ranks.world import Rendezvous, World
@@ -63,7 +63,7 @@ class SharedTrainer:
 
     def base(self) -> SharedBase:
         if self._base is None:
-            from fuligo.models.shared_base import SharedBase
+            from fuligo.models.adapter import SharedBase
 
             self._base = SharedBase()
         return self._base

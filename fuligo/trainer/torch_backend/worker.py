@@ -13,10 +13,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fuligo.errors import TrainerError
 from fuligo.formats.quantised_base import QuantisedBase
-from fuligo.models.adapter import adapter_off, set_dropout
+from fuligo.models.adapter import SharedBase, adapter_off, set_dropout
 from fuligo.models.mtp import mtp_module, stored_mtp
 from fuligo.models.quantised_linear import quantised_weights
-from fuligo.models.shared_base import SharedBase
 from fuligo.models.transformers_types import freeze_towers, read_config, sees_images, text_config
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest

@@ -7,8 +7,7 @@ import torch
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.models.adapter import adapter_tensors, add_adapter, base_tensors
-from fuligo.models.shared_base import SharedBase
+from fuligo.models.adapter import SharedBase, adapter_tensors, add_adapter, base_tensors
 from tests import tiny
 
 ADAPTERS = [AdapterConfig(4, 8.0), AdapterConfig(2, 8.0, ("q_proj", "o_proj")), AdapterConfig(8, 8.0, ("v_proj",))]

@@ -100,10 +100,7 @@ def saved_value_model(checkpoint: Path | None) -> Path | None:
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """Return the directory of a checkpoint's weights: the checkpoint itself (Megatron trainer), or `hf` in it (torch trainer).
-
-    For a LoRA run, it is `adapter` in the checkpoint, which is not a whole model.
-    """
+    """Return the directory of a checkpoint's weights: itself (Megatron trainer), `hf` (torch trainer), or `adapter` of a LoRA run."""
     if is_adapter(checkpoint / ADAPTER):
         return adapter_directory(checkpoint)
     return checkpoint if is_distributed(checkpoint) else checkpoint / "hf"
@@ -129,10 +126,7 @@ def newest_iteration(directory: Path) -> int | None:
 
 
 def find_iteration(directory: Path, iteration: int) -> Checkpoint:
-    """Check the manifest of a checkpoint and return the checkpoint.
-
-    Raises CheckpointError if the checkpoint is damaged, or missing: the message then lists the existing iterations.
-    """
+    """Check a checkpoint's manifest and return the checkpoint. Raises CheckpointError that lists the existing ones if it is missing."""
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
             for part in (directory / name, *(each for each in (directory / name).iterdir() if each.is_dir())):

@@ -69,10 +69,7 @@ class CheckpointStore:
         self.clear_up()
 
     def clear_up(self) -> None:
-        """Create the directory if missing, and finish or undo a save that a crash interrupted.
-
-        Raises CheckpointError if the directory cannot be written.
-        """
+        """Create the directory if missing, and finish or undo a save that a crash interrupted. Raises CheckpointError if it cannot."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for iteration in replaced_iterations(self.directory):

@@ -111,10 +111,7 @@ def _is_written(shard: Shard, source: Path, path: Path, stop: threading.Event) -
 
 
 def _pieces(shard: Shard, source: Path, stop: threading.Event) -> Iterator[Piece]:
-    """Yield all bytes of a new file, in the order in which the source file is read.
-
-    Raises CheckpointError if a weight is not finite, the source file becomes shorter, or `stop` is set.
-    """
+    """Yield all bytes of a new file in the order of the source. Raises CheckpointError if a weight is not finite, or `stop` is set."""
     beginning, places = shard.header()
     yield 0, beginning
     with (source / shard.file).open("rb") as file:

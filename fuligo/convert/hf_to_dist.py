@@ -76,10 +76,7 @@ def _finish(unfinished: Path, final: Path) -> None:
 def _share(
     stored: StoredWeights, weights: Iterable[Weight], headers: Mapping[str, StoredTensor], names: ModelNames, world: World
 ) -> Iterator[Unread]:
-    """Yield this rank's weights; each weight goes to the rank with the least to write so far.
-
-    Raises CheckpointError if a tensor has a dtype from which training cannot start.
-    """
+    """Yield this rank's weights; each weight goes to the rank with the least to write so far."""
     loads = [0] * world.size
     for weight in weights:
         rank = loads.index(min(loads))

@@ -49,10 +49,7 @@ def adapter_directory(given: Path) -> Path:
 
 
 def stored_name(name: str) -> str:
-    """Return the name, in files and weight syncs, of a tensor of a model with PEFT's layers.
-
-    A tensor of the base model gets its name in a model without an adapter, a tensor of the adapter its name in PEFT's files.
-    """
+    """Return a tensor's name in files and weight syncs: PEFT's for one of an adapter, for others that in a model without an adapter."""
     if match := _EXPERTS_TENSOR.fullmatch(name):
         return peft_name(match["experts"] + _WRAPPERS[match["matrix"]], match["factor"])
     if f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name:

@@ -176,10 +176,7 @@ def open_plain(file: Path) -> BinaryIO:
 
 
 def read_plain_text(file: Path) -> str:
-    """Return the text of a regular file in UTF-8.
-
-    Raises OSError if it cannot be read, is not a regular file, or has more than `MAX_TEXT_BYTES`; UnicodeDecodeError if it is not UTF-8.
-    """
+    """Return the text of a regular file in UTF-8. Raises OSError if it is not one, or has more than `MAX_TEXT_BYTES`."""
     with open_plain(file) as stream:
         content = stream.read(MAX_TEXT_BYTES + 1)
     if len(content) > MAX_TEXT_BYTES:

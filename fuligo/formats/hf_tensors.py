@@ -16,11 +16,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class HuggingFaceTensors:
-    """Tensors of a Hugging Face directory, read on demand.
-
-    Args:
-        stem: beginning of the name of the index file.
-    """
+    """Tensors of a Hugging Face directory, read on demand. `stem`: beginning of the name of the index file."""
 
     def __init__(self, directory: Path, stem: str = "model") -> None:
         """Read the headers of all files. Raises CheckpointError if the directory has no tensors, or a file is damaged."""

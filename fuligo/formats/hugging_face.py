@@ -62,11 +62,7 @@ class DamagedFileError(CheckpointError):
 
 
 def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) -> Iterator[str]:
-    """Yield a message for each thing that is missing, damaged or contradictory in a Hugging Face directory; only headers are read.
-
-    Args:
-        may_be_value_model: accept an output layer with one row.
-    """
+    """Yield what is missing, damaged or contradictory in a directory, by headers alone. `may_be_value_model`: accept a head of one row."""
     if not directory.is_dir():
         exists = "is a file, not a directory" if directory.exists() else "does not exist"
         yield f"{directory} {exists}; use a Hugging Face directory, or the name of a model on the Hub (ORG/NAME)"
@@ -146,10 +142,7 @@ def is_trainable(directory: Path) -> bool:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Return the content of config.json, or the language model's part of it if the model is multimodal.
-
-    Raises DamagedFileError if it is missing or unreadable, or has no model_type.
-    """
+    """Return config.json, or the language model's part of a multimodal one. Raises DamagedFileError if it has no model_type."""
     config = _read_json(directory / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
         raise DamagedFileError(f"cannot use {directory / 'config.json'}: it has no model_type; it must describe a Hugging Face model")
@@ -163,10 +156,7 @@ def language_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Read the config.json at `path` or in the directory `path`.
-
-    Raises ConfigError if it is missing, unreadable, not a JSON object, or holds sizes that no model has.
-    """
+    """Read the config.json at or in `path`. Raises ConfigError if it is missing, not a JSON object, or holds sizes that no model has."""
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise ConfigError(f"{file} does not exist; use a model's config.json, or the directory that holds it")

@@ -122,10 +122,7 @@ class SharedCopies:
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a payload. They share the sender's memory and must be copied to be kept.
-
-    Raises WeightSyncError if the payload is malformed, or its memory is gone.
-    """
+    """Return a payload's tensors; copy them to keep them. Raises WeightSyncError if the payload is malformed, or its memory is gone."""
     try:
         decoded = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
     except (binascii.Error, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:

@@ -33,10 +33,7 @@ class QuantisedBase:
 
     @classmethod
     def read(cls, adapter: Path) -> Self | None:
-        """Read the record in an adapter directory; None if it has none: the base was not quantized, or another tool wrote the adapter.
-
-        Raises CheckpointError if the record is damaged, or this version of fuligo does not support the format.
-        """
+        """Read the record in an adapter directory; None without one. Raises CheckpointError if it is damaged or not supported."""
         file = adapter / BASE_PRECISION
         if not file.exists():
             return None

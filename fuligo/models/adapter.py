@@ -326,10 +326,7 @@ def require_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, list[int]
 
 
 def with_adapter_of(model: PreTrainedModel, directory: Path) -> AdapterConfig:
-    """Add the adapter in `directory` to the model, load its weights, and return its configuration.
-
-    Raises CheckpointError if the directory is damaged, or the adapter does not fit the model.
-    """
+    """Add the adapter in `directory` to the model and return its configuration. Raises CheckpointError if it does not fit the model."""
     config = AdapterConfig.read(directory)
     try:
         add_adapter(model, config, seed=0)

@@ -141,10 +141,7 @@ class AdapterNames(ModelNames):
 
     @classmethod
     def of(cls, model: ModelNames, adapter: AdapterConfig, *, num_tensor_ranks: int = 1) -> "AdapterNames":
-        """Return the names of an adapter's tensors in a model that is split over `num_tensor_ranks` TP ranks.
-
-        Raises ConfigError if the adapter does not fit the model, or PEFT could not load it from the files.
-        """
+        """Return an adapter's names in a model split over `num_tensor_ranks` TP ranks. Raises ConfigError if it cannot adapt the model."""
         model_type = model.architecture.model_type
         if adapter.adapts_experts and model.architecture.experts is None:
             raise ConfigError(f"{model_type} has no experts to adapt; remove --lora-experts")
@@ -253,10 +250,7 @@ def require_targets(targets: Iterable[str], layers: Collection[str], *, model: s
 
 
 def require_rank(rank: int, widest: int, *, model: str) -> None:
-    """Raise ConfigError if an adapter's rank exceeds `widest`, the largest number of inputs or outputs of a layer that can be adapted.
-
-    A larger rank would only waste memory.
-    """
+    """Raise ConfigError if a rank exceeds `widest`, the most inputs or outputs of a layer to adapt: it would only waste memory."""
     if rank > widest:
         raise ConfigError(
             f"rank {rank} exceeds the {widest} inputs or outputs of the widest layer of {model} that can be adapted; lower it"
@@ -264,10 +258,7 @@ def require_rank(rank: int, widest: int, *, model: str) -> None:
 
 
 def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
-    """Yield the matrices of the layers that `models.adapter.linear_layers` finds in the Hugging Face model.
-
-    Routers and routed experts are not linear layers there.
-    """
+    """Yield the matrices of `models.adapter.linear_layers` of the Hugging Face model: neither routers nor routed experts."""
     for weight in model.weights(0):
         is_matrix = len(weight.shape) == 2 and not weight.is_vocabulary and weight.all_experts is None
         if is_matrix and not weight.megatron.endswith(".router.weight"):

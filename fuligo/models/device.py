@@ -11,10 +11,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def resolve_device(config: Config) -> Device:
-    """Return the device of a run; `--device auto` is CUDA if torch finds a CUDA device on this machine, else the CPU.
-
-    Raises ConfigError if CUDA was requested and this machine has none, except with Ray.
-    """
+    """Return the device of a run; `auto` is CUDA if torch finds it here. Raises ConfigError if `cuda` is missing, except with Ray."""
     import torch
 
     asked = config.cluster.device

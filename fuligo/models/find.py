@@ -66,18 +66,12 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
 
 
 def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
-    """Return the trained model's config.json: in `--ref-load` if that is a Hugging Face directory, else in `--hf-checkpoint`.
-
-    If neither is on this machine, return that of `--model-config-file`, or None.
-    """
+    """Return the trained model's config.json: in `--ref-load`, else in `--hf-checkpoint`, else `--model-config-file`; None without any."""
     return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
 
 
 def find_engine_config_json(config: Config) -> FoundConfigJson | None:
-    """Return the config.json of the model that the engines load: in `--hf-checkpoint` if it is on this machine, else `--model-config-file`.
-
-    Without either, return that in `--ref-load`, or None.
-    """
+    """Return the engines' config.json: in `--hf-checkpoint`, else `--model-config-file`, else in `--ref-load`; None if none is here."""
     return _of_engines(config) or _of_directory(config.checkpoint.ref_load)
 
 

@@ -99,10 +99,7 @@ class _Place:
 
 
 def located(config: Config) -> Config:
-    """Return the config with the names of Hub models replaced by directories; download only their config.json.
-
-    Raises a ConfigError that lists all models that the Hub does not provide.
-    """
+    """Return the config with the names of Hub models replaced by directories; download only their config.json."""
     return _downloaded(config, lambda _, directory: not (directory / "config.json").is_file(), ["config.json"])
 
 

@@ -24,11 +24,7 @@ _NAME = MTP_PREFIX.removesuffix(".")
 
 
 class MTPModule(nn.Module):
-    """MTP layer whose parameters have the names in published files.
-
-    Args:
-        language: transformers' language model, whose classes for layers and norms this layer uses.
-    """
+    """MTP layer whose parameters have the names in published files, made of the classes of `language`, transformers' language model."""
 
     def __init__(self, language: Any) -> None:
         super().__init__()
@@ -80,10 +76,7 @@ def mtp_problem(directory: Path) -> str | None:
 
 
 def _stored_parts(module: MTPModule, files: HuggingFaceTensors) -> list[tuple[str, Tensor]]:
-    """Return the names of the MTP tensors in the files, each with the view of the module's weights that it is copied to.
-
-    Raises CheckpointError if the files do not hold exactly the tensors of the module.
-    """
+    """Return the names of the MTP tensors in the files, each with the view of the module's weights that it is copied to."""
     names = {name for name in files.shapes if name.startswith(MTP_PREFIX)}
     if not names:
         raise CheckpointError(f"--mtp-num-layers 1: {files.directory} has no MTP layer (no tensors {MTP_PREFIX}*); remove the flag")

@@ -62,11 +62,7 @@ class QuantisedWeight(nn.Module):
 
 
 class QuantisedLinear(QuantisedWeight):
-    """Frozen linear layer with a quantized weight.
-
-    Args:
-        linear: the layer to replace; its bias is kept.
-    """
+    """Frozen linear layer with a quantized weight, which replaces `linear` and keeps its bias."""
 
     def __init__(self, linear: nn.Linear, base: QuantisedBase) -> None:
         super().__init__(linear.weight, base)

@@ -76,10 +76,7 @@ def family_of(architecture: Architecture) -> Family:
 
 
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Return the shapes of the model that a config.json describes. `source`: its path, for error messages.
-
-    Raises ConfigError if model_type is unknown, or a key is missing, malformed, or contradicts another.
-    """
+    """Return the shapes that the config.json at `source` describes. Raises ConfigError for an unknown model_type, or for its keys."""
     config = ConfigJson.of(config_json, source)
     family = FAMILIES.get(config.model_type)
     if family is None and (reason := REFUSED.get(config.model_type)) is not None:
@@ -101,10 +98,7 @@ def is_supported(config_json: Mapping[str, Any]) -> bool:
 
 
 def names_of(config_json: Mapping[str, Any], source: str = "config.json") -> ModelNames:
-    """Return the names of all weights of the model that a config.json describes, in its checkpoint and in Megatron.
-
-    Raises ConfigError if the Megatron trainer cannot train the model.
-    """
+    """Return the names of a model's weights in checkpoint and Megatron. Raises ConfigError if the Megatron trainer cannot train it."""
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     family = FAMILIES[config.model_type]
     if family.names is None:

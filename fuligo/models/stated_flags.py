@@ -19,10 +19,7 @@ _LLAMA_3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1, "hig
 
 
 def stated_flags(config_json: Mapping[str, Any], source: str = "config.json") -> Flags:
-    """Return the flags that describe the model of a config.json. `source`: its path, for error messages.
-
-    Raises ConfigError if config.json is invalid, or Megatron-Core has no flags for the model.
-    """
+    """Return the flags that describe the model of the config.json at `source`. Raises ConfigError if Megatron-Core has none for it."""
     config, architecture = ConfigJson.of(config_json, source), architecture_of(config_json, source)
     attention, numerics = architecture.attention, architecture.numerics
     reason = family_of(architecture).why_not_megatron

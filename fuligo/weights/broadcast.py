@@ -49,13 +49,7 @@ T = TypeVar("T")
 
 
 class BroadcastGroup:
-    """Sender's side of the process group. The group exists until `close`.
-
-    Args:
-        engines: engines in the order of their ranks in the group.
-        backend: gloo on a CPU, nccl between GPUs.
-        host: address at which engines reach this process.
-    """
+    """Sender's side of the process group, until `close`; engines have their order's ranks in it, and reach this process at `host`."""
 
     def __init__(self, engines: Sequence[EngineAddress], backend: Literal["gloo", "nccl"], host: str) -> None:
         """Join the group together with the engines. Raises EngineError if one did not join; the others have then left the group."""

@@ -104,10 +104,7 @@ class WeightSender:
             self._group = None
 
     def _bucket_sender(self, target: WeightTarget) -> Callable[[Bucket, bool], None]:
-        """Return a function (bucket, is_last) that sends a bucket.
-
-        The last bucket carries the version; until then, engines report the previous version.
-        """
+        """Return a function (bucket, is_last) that sends a bucket; the last carries the version, which engines report from then on."""
         if target.transport != "tensor":
             # Join the group with the first bucket, so that an engine that fails to join does not interrupt the gathering of weights.
             return lambda bucket, is_last: self._group_with(target).broadcast(bucket, target.version, is_last=is_last)

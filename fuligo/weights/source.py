@@ -15,10 +15,7 @@ class WeightSource(Protocol):
         ...
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        """Send the current weights with Hugging Face names to `target`; return the manifest of the sync.
-
-        Raises EngineError if an engine did not load the weights; they can be sent again.
-        """
+        """Send the weights with Hugging Face names to `target`. Raises EngineError if an engine did not load them; send them again."""
         ...
 
     async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:

@@ -55,11 +55,7 @@ class Features(NamedTuple):
 
 
 class VisionTower:
-    """Tower of a model, with the image processor of its checkpoint.
-
-    Args:
-        base: transformers' model without its output layer.
-    """
+    """Tower of `base`, transformers' model without its output layer, with the image processor of its checkpoint."""
 
     def __init__(self, base: Any, processor: ImageProcessor) -> None:
         self.base = base

@@ -100,10 +100,7 @@ class PromptImages:
         self.token_id = int(config_json["image_token_id"])
 
     def place(self, ids: Sequence[int], images: Sequence[RawImage]) -> PlacedImages:
-        """Place the images by their sizes. They are not decoded until `decode`, because a rollout draws all its prompts at once.
-
-        Raises DataError if an image is invalid, or the prompt does not have one image token for each image.
-        """
+        """Place the images by their sizes. They are not decoded until `decode`, because a rollout draws all its prompts at once."""
         grids: list[TokenGrid] = []
         for image in images:
             try:

@@ -185,10 +185,7 @@ class ResizedImages:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Return the settings of a checkpoint's image processor, without importing transformers.
-
-    Raises ConfigError if Pillow is not installed, or the checkpoint has no settings of a known processor.
-    """
+    """Return an image processor's settings, without transformers. Raises ConfigError if they are of an unknown one, or without Pillow."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:

@@ -62,7 +62,7 @@ def convert(plan: Fp8Plan, report: Report) -> None:
             shutil.copyfile(source, unfinished)
             sync(unfinished)
             unfinished.replace(target)
-        if plan.has_index:
+        if len(plan.shards) > 1 or (plan.source / INDEX).exists():
             replace_text(plan.target / INDEX, plan.index_json())
         replace_text(plan.target / CONFIG, plan.config_json())
     except OSError as error:

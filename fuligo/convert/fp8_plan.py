@@ -46,10 +46,6 @@ class Fp8Plan:
     other_files: tuple[str, ...]
     """Paths of the files to copy, relative to the source: tokenizer, chat template, license, ..."""
 
-    @property
-    def has_index(self) -> bool:
-        return len(self.shards) > 1 or (self.source / INDEX).exists()
-
     def config_json(self) -> str:
         """Return the config.json of the new checkpoint."""
         described = self.quantisation.quantization_config(unquantised_modules(self.shards))

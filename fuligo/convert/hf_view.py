@@ -34,7 +34,7 @@ class HuggingFaceView:
         policy_names = names_of(config, str(self.model / "config.json"))
         self.is_value_model = self.tensors.shapes.get(HEAD) == (1, policy_names.architecture.hidden_size)
         self._names = value_names(policy_names) if self.is_value_model else policy_names
-        self._stated = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+        stated: torch.dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
         file = directory / MODEL_FILES / TENSORS
         recorded = json.loads(file.read_text()) if file.exists() else {}
         self._origin = {name: DTYPES[dtype] for name, dtype in recorded.items() if dtype in DTYPES}
@@ -42,7 +42,8 @@ class HuggingFaceView:
         """Megatron weight that each tensor is made from, and the tensor's name in `weight.checkpoint`, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find()
-        self.dtypes = {name: self._dtype(name, weight) for name, (weight, _) in self._sources.items()}
+        otherwise = {name: torch.float32 if weight.is_float32 else stated for name, (weight, _) in self._sources.items()}
+        self.dtypes = {name: self._origin.get(name, dtype) for name, dtype in otherwise.items()}
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -77,8 +78,3 @@ class HuggingFaceView:
             return None
         kind = next((kind for kind, end in ((HEAD, "head.weight"), (EMBEDDING, ".embed_tokens.weight")) if name.endswith(end)), None)
         return None if kind is None else self._names.by_megatron_name[kind]
-
-    def _dtype(self, name: str, weight: Weight) -> torch.dtype:
-        if name in self._origin:
-            return self._origin[name]
-        return torch.float32 if weight.is_float32 else self._stated

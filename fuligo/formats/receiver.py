@@ -58,7 +58,9 @@ class WeightStore:
         weights = self._under_all_names()
         first_names = _first_names(weights)
         problems = [problem for name, tensor in tensors if (problem := _misfit(name, tensor, weights.get(name)))]
-        missing = (self._missing or _expected(first_names, tensors)) - {first_names[name] for name, _ in tensors if name in first_names}
+        is_adapter_alone = bool(tensors) and all(is_adapter_name(name) for name, _ in tensors)
+        expected = self._missing or {first for first in first_names.values() if is_adapter_name(first) or not is_adapter_alone}
+        missing = expected - {first_names[name] for name, _ in tensors if name in first_names}
         if version is not None:
             problems += [f"{name} was not sent" for name in weights if name in missing]
         if problems:
@@ -104,12 +106,6 @@ class WeightStore:
 def _adapter_digest(weights: dict[str, torch.Tensor]) -> str | None:
     adapter = [(name, weight) for name, weight in weights.items() if is_adapter_name(name)]
     return weights_checksum(adapter).checksum if adapter else None
-
-
-def _expected(first_names: dict[str, str], tensors: NamedTensors) -> set[str]:
-    """Return the names that a sync must send if its first bucket has these tensors: the adapter's if it has only such, else all."""
-    adapter_alone = any(is_adapter_name(name) for name, _ in tensors) and all(is_adapter_name(name) for name, _ in tensors)
-    return {first for first in first_names.values() if is_adapter_name(first) or not adapter_alone}
 
 
 def _first_names(weights: dict[str, torch.Tensor]) -> dict[str, str]:

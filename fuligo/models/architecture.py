@@ -61,7 +61,6 @@ class GroupedAttention:
     num_kv_heads: int
     head_dim: int
     has_qkv_bias: bool = False
-    """True if queries, keys and values have biases."""
     has_output_bias: bool = False
     has_head_norms: bool = False
     """True if queries and keys are normalized, each head separately unless `norms_span_heads`."""
@@ -248,7 +247,6 @@ class Architecture:
     """Shapes of a causal language model."""
 
     model_type: str
-    """`model_type` in config.json."""
     hidden_size: int
     vocab_size: int
     intermediate_size: int

@@ -131,8 +131,3 @@ class ConfigJson:
         if not isinstance(value, str):
             raise ConfigError(f"{self.source} has no model_type; use the config.json of a Hugging Face model")
         return value
-
-    @property
-    def is_quantised(self) -> bool:
-        """The checkpoint stores quantized weights."""
-        return self.values.get("quantization_config") is not None

@@ -20,9 +20,7 @@ class ModelArgs:
     precedence: int = 0
     """Priority if `told_by` of several families matches: the highest wins, and among equals the first in the registry."""
     is_latent: bool = False
-    """True if the family has latent attention."""
     needs_experts: bool = False
-    """True if every model of the family has experts."""
     num_experts_key: str = "n_routed_experts"
     """Key of config.json with the number of routed experts per layer."""
     lists_dense_layers: bool = False

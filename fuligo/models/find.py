@@ -1,25 +1,16 @@
 """Lookup of a run's model shapes: in its checkpoint, in a given config.json, or in MODEL_ARGS. Imports neither numpy nor torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.topology import engine_groups
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture
+from fuligo.models.config_json import ConfigJson
 from fuligo.models.from_flags import architecture_from_flags, overridden
 from fuligo.models.registry import architecture_of
-
-
-@dataclass(frozen=True, slots=True)
-class FoundConfigJson:
-    """Content and path of a config.json."""
-
-    values: Mapping[str, Any]
-    source: str
 
 
 def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
@@ -44,7 +35,7 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
     return trainer, architecture_of(served.values, served.source)
 
 
-def find_teacher_config_json(config: Config) -> FoundConfigJson | None:
+def find_teacher_config_json(config: Config) -> ConfigJson | None:
     """Return the config.json of the trainer's teacher (--opd-teacher-load); None if it has none, or the file is not on this machine."""
     return _of_directory(config.algorithm.opd_teacher_load) if config.teacher_from == "trainer" else None
 
@@ -65,22 +56,22 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
     return found
 
 
-def find_trainer_config_json(config: Config) -> FoundConfigJson | None:
+def find_trainer_config_json(config: Config) -> ConfigJson | None:
     """Return the trained model's config.json: in `--ref-load`, else in `--hf-checkpoint`, else `--model-config-file`; None without any."""
     return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
 
 
-def find_engine_config_json(config: Config) -> FoundConfigJson | None:
+def find_engine_config_json(config: Config) -> ConfigJson | None:
     """Return the engines' config.json: in `--hf-checkpoint`, else `--model-config-file`, else in `--ref-load`; None if none is here."""
     return _of_engines(config) or _of_directory(config.checkpoint.ref_load)
 
 
-def _of_engines(config: Config) -> FoundConfigJson | None:
+def _of_engines(config: Config) -> ConfigJson | None:
     given = config.model.model_config_file  # a file or a directory, which must exist
-    return _of_directory(config.model.hf_checkpoint) or (FoundConfigJson(read_config_json(Path(given)), given) if given else None)
+    return _of_directory(config.model.hf_checkpoint) or (ConfigJson(read_config_json(Path(given)), given) if given else None)
 
 
-def _of_directory(path: str | None) -> FoundConfigJson | None:
+def _of_directory(path: str | None) -> ConfigJson | None:
     """Return the directory's config.json, or None if it is not on this machine."""
     file = Path(path) / "config.json" if path else None
-    return FoundConfigJson(read_config_json(file), str(file)) if file and file.is_file() else None
+    return ConfigJson(read_config_json(file), str(file)) if file and file.is_file() else None

@@ -227,7 +227,7 @@ def assemble(
         embedding=Part(PartKind.EMBEDDING, vocab_size * hidden_size, Split.TENSOR, quantisable=False, is_matmul=False),
         head=None if tied else matrix(PartKind.HEAD, vocab_size * hidden_size, Split.TENSOR, quantisable=False),
         final_norm=norms(hidden_size),
-        is_quantised=config.is_quantised,
+        is_quantised=config.values.get("quantization_config") is not None,
         linear_attention=linear_attention,
     )
 

@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from fuligo.formats.hugging_face import MXFP4
 from fuligo.models.gated_delta import DECAY_RATES
-from fuligo.models.registry import FAMILIES, VISION_TYPES, WHOLE_TYPES, has_linear_attention
+from fuligo.models.registry import FAMILIES, WHOLE_TYPES, has_linear_attention
 
 LOADED_AS: Mapping[str, str] = {name: family.loaded_as for name, family in FAMILIES.items() if family.loaded_as is not None}
 """model_type in config.json -> model_type whose classes load it. `save_pretrained` writes the latter."""
@@ -26,11 +26,6 @@ def read_config(directory: str | Path) -> Any:
     """
     register_types()
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-
-
-def sees_images(config: Any) -> bool:
-    """Return whether a config describes a model that takes images in fuligo."""
-    return config.model_type in VISION_TYPES
 
 
 def has_tower(config: Any) -> bool:

@@ -13,8 +13,8 @@ from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter_names import adapter_of
 from fuligo.models.architecture import Architecture, Layer, Part, PartKind, Split
+from fuligo.models.config_json import ConfigJson
 from fuligo.models.find import (
-    FoundConfigJson,
     find_architectures,
     find_engine_config_json,
     find_served_architectures,
@@ -47,13 +47,13 @@ class Subject:
     """Model that the engines load from `--hf-checkpoint`. It differs from `architecture` if that checkpoint is quantized or `--ref-load` is
     another Hugging Face directory, and with `--override-model-config`."""
     gpu: Gpu
-    trainer_config_json: FoundConfigJson | None = None
+    trainer_config_json: ConfigJson | None = None
     """Source of `architecture`; None if only MODEL_ARGS describe it."""
-    engine_config_json: FoundConfigJson | None = None
+    engine_config_json: ConfigJson | None = None
     """Source of `rollout_architecture`; None if only MODEL_ARGS describe it."""
     own_teacher: Architecture | None = None
     """Model of `--opd-teacher-load`; None if it is not given, or its config.json is not on this machine."""
-    teacher_config_json: FoundConfigJson | None = None
+    teacher_config_json: ConfigJson | None = None
     """Source of `own_teacher`; None without it."""
     other_served: Mapping[str, Architecture] = field(default_factory=dict)
     """Path -> model, for models of `--sglang-config` with their own `model_path`, if their config.json is on this machine."""

@@ -24,7 +24,7 @@ from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_to
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
 from fuligo.models.quantised_linear import round_base
-from fuligo.models.registry import REFUSED, batch_variant_because
+from fuligo.models.registry import REFUSED, VISION_TYPES, batch_variant_because
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
     attention_choice,
@@ -34,7 +34,6 @@ from fuligo.models.transformers_types import (
     load_decay_rates_exactly,
     loading_options,
     model_class,
-    sees_images,
     take_dtype,
     text_config,
 )
@@ -90,12 +89,12 @@ class EngineModel:
             _require_batch_invariant(path, whole, device, adapter)
         config = text_config(whole)
         self.module: Any = _load(path, whole, dtype)
-        self.image_token_id: int | None = whole.image_token_id if sees_images(whole) else None
+        self.image_token_id: int | None = whole.image_token_id if whole.model_type in VISION_TYPES else None
         """Id of every token of an image; None for a text-only model."""
         self.vision: VisionTower | None = None
         self.no_images_because = "it is served on text only"
         """Reason why the engine accepts no images; unused if `vision` is set."""
-        if sees_images(whole):
+        if whole.model_type in VISION_TYPES:
             try:
                 self.vision = VisionTower(self.module.base_model, ImageProcessor(path))
             except ConfigError as error:  # text prompts need no image processor

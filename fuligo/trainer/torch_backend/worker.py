@@ -16,7 +16,8 @@ from fuligo.formats.quantised_base import QuantisedBase
 from fuligo.models.adapter import SharedBase, adapter_off, set_dropout
 from fuligo.models.mtp import mtp_module, stored_mtp
 from fuligo.models.quantised_linear import quantised_weights
-from fuligo.models.transformers_types import freeze_towers, read_config, sees_images, text_config
+from fuligo.models.registry import VISION_TYPES
+from fuligo.models.transformers_types import freeze_towers, read_config, text_config
 from fuligo.models.vision.processor import ImageProcessor
 from fuligo.trainer.adapter_sender import AdapterSender, base_digest
 from fuligo.trainer.batch import PackedTokens, pack_tokens
@@ -68,7 +69,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         self._shared_base = base
         checkpoint = read_config(settings.hf_checkpoint)
         self.export_dtype = sync_dtype(settings, checkpoint_dtype(checkpoint))
-        self._images = ImageProcessor(settings.hf_checkpoint) if sees_images(checkpoint) and settings.takes_images else None
+        self._images = ImageProcessor(settings.hf_checkpoint) if checkpoint.model_type in VISION_TYPES and settings.takes_images else None
         self.policy = self._load(settings.initial_weights, trained=True, is_exact=settings.exact_on_policy)
         reference = settings.reference_weights if settings.lora is None else None
         self.reference = None if reference is None else self._load(reference, trained=False, is_exact=settings.exact_on_policy)

@@ -11,7 +11,7 @@ from fuligo.config.command_line import parse
 from fuligo.config.findings import Change
 from fuligo.formats.hugging_face import read_config_json
 from fuligo.models.architecture import Architecture, Layer, PartKind
-from fuligo.models.find import FoundConfigJson
+from fuligo.models.config_json import ConfigJson
 from fuligo.models.parts import mtp_layer, vector
 from fuligo.planner.subject import Subject, read_subject
 
@@ -84,7 +84,7 @@ class Run:
             subject = replace(subject, trainer_config_json=replace(subject.trainer_config_json, values=values))
         if self.teacher is not None:
             file = EXAMPLES / self.teacher / "config.json"
-            subject = replace(subject, teacher_config_json=FoundConfigJson(read_config_json(file), str(file)))
+            subject = replace(subject, teacher_config_json=ConfigJson(read_config_json(file), str(file)))
         return replace(
             subject,
             architecture=_with(subject.architecture, self.trainer_model),

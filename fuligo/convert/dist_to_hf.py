@@ -48,15 +48,10 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None
 
 
 def write_directory(weights: Weights, model: Path, target: Path, *, changed: Mapping[str, object] = NO_CHANGE) -> None:
-    """Write a Hugging Face directory with these weights to `target`, which appears when it is complete.
+    """Write a Hugging Face directory with these weights to `target`, new or empty, which appears when it is complete.
 
-    Args:
-        model: directory from which to copy the files other than weights.
-        target: a new or empty directory.
-        changed: keys to change in config.json.
-
-    Raises:
-        CheckpointError: the weights are damaged, or the target cannot be written.
+    The other files are those of `model`, with the keys `changed` in config.json. Raises CheckpointError if weights are damaged, or the
+    target cannot be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"cannot write {target}: it exists and is not an empty directory; use another directory")

@@ -10,11 +10,9 @@ from fuligo.formats.stored_experts import StoredExperts
 
 
 class PublishedWeights:
-    """Implementation of `dist_to_hf.Weights` that stores experts in the form of the family's published files.
+    """Implementation of `dist_to_hf.Weights` that stores experts in the layout `experts` of the family's published files.
 
-    Args:
-        weights: weights under the names of transformers' model.
-        experts: layout of routed experts in the published files; MTP layers keep the layout of the original directory, which may differ.
+    MTP layers keep the layout of the original directory, which may differ.
     """
 
     def __init__(self, weights: InOwnDtypes, experts: StoredExperts) -> None:

@@ -15,14 +15,11 @@ from fuligo.quantities import count
 
 
 class WeightStore:
-    """Parameters and persistent buffers of a model, by the names of its checkpoint.
+    """Parameters and persistent buffers of a model, by the names of its checkpoint, with routed experts in the form `experts`.
 
     A weight sync may arrive in several buckets; the last one carries the new version. A sync whose first bucket has only tensors of a LoRA
     adapter must contain the adapter; any other sync must contain all weights. Tensors of MTP layers are skipped, because transformers'
     models do not have them.
-
-    Args:
-        experts: form of routed experts in the received tensors.
     """
 
     def __init__(self, module: PreTrainedModel, *, experts: StoredExperts) -> None:

@@ -301,17 +301,7 @@ def _weighted_sums(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int], *, scale: float) -> Tensor:
-    """Compute causal attention within packed sequences.
-
-    Args:
-        query: [T, H, D]
-        key: [T, Hkv, D]
-        value: [T, Hkv, Dv]; on a GPU Dv is D.
-        cu_seqlens: [S + 1] starts of the sequences, ascending from 0 to T.
-
-    Returns:
-        [T, H, Dv]
-    """
+    """Compute causal attention within packed sequences, with arguments and result as in `packed_attention`; on a GPU Dv is D."""
     result: Tensor = _CausalAttention.apply(query, key, value, tuple(cu_seqlens), scale)
     return result
 

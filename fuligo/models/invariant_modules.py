@@ -123,13 +123,9 @@ def route_tokens(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 class InvariantExperts:
-    """Forward pass of Qwen3-MoE's experts, independent of the choices of other tokens.
+    """Forward pass of Qwen3-MoE's experts, independent of the choices of other tokens; arguments are those of `InvariantLinear`.
 
     On a CPU the outputs of a token's experts are added in the order of the experts' indices, on a GPU in the order of the router's choices.
-
-    Args:
-        keeps_weights: `keeps_weight` of `InvariantLinear`.
-        ranks: number of the engine's GPUs that split every expert.
     """
 
     def __init__(self, experts: Any, *, keeps_weights: bool, ranks: int = 1) -> None:

@@ -117,17 +117,9 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 def attention_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, mask: Tensor | None) -> Tensor:
-    """Compute attention with sinks directly, materializing all scores.
+    """Compute attention with sinks and materialized scores: query [..., L, D], key [..., S, D], value [..., S, Dv] -> [..., L, Dv].
 
-    Args:
-        query: [..., L, D]
-        key: [..., S, D]
-        value: [..., S, Dv]
-        sinks: logits that broadcast with [..., L].
-        mask: added to the scores [..., L, S]; None: every query sees all keys.
-
-    Returns:
-        [..., L, Dv]
+    `sinks` are logits that broadcast with [..., L]; `mask` is added to the scores [..., L, S]; None: every query sees all keys.
     """
     scores = query @ key.transpose(-1, -2) * scale
     scores = scores if mask is None else scores + mask
@@ -137,17 +129,13 @@ def attention_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tenso
 
 
 def batched_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, visible: Tensor | None) -> Tensor:
-    """Compute attention with sinks within sequences of equal length, on devices without a kernel for packed sequences.
+    """Compute attention with sinks within sequences of equal length, on devices without a kernel for packed sequences: [B, H, L, Dv].
 
     Args:
         query: [B, H, L, D]
-        key: [B, Hkv, S, D], with H a multiple of Hkv.
-        value: [B, Hkv, S, Dv]
+        key: [B, Hkv, S, D], with H a multiple of Hkv; value: [B, Hkv, S, Dv]
         sinks: [H]
         visible: [L, S] True where the row's token attends to the column's; None: causal.
-
-    Returns:
-        [B, H, L, Dv]
     """
     is_cpu = query.device.type == "cpu" and query.size(-1) == value.size(-1)
     if visible is None and not is_cpu:

@@ -137,23 +137,12 @@ def tree_attention(
     sinks: Tensor | None = None,
     nodes: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Compute softmax attention of each token to its prefix in the tree, with grouped query heads.
+    """Compute softmax attention of each token to its prefix in the tree; arguments and result are those of `packed_attention`.
 
     On CUDA in half precision one kernel computes all nodes. Elsewhere, nodes of equal length with prefixes of equal length share a batched
     SDPA call.
 
-    Args:
-        query: [T, H, D], or [Q, H, D] of the Q tokens of `nodes`.
-        key: [T, Hkv, D], with H a multiple of Hkv.
-        value: [T, Hkv, Dv]
-        tree: tree of the T tokens.
-        scale: factor of the scores, usually D ** -0.5.
-        window: number of tokens that a token attends to, itself included; None: all tokens up to it.
-        sinks: [H] logit of each head in the denominator of its softmax; None: no sinks.
-        nodes: nodes whose tokens are the queries, ascending; None: all.
-
-    Returns:
-        [T, H, Dv], or [Q, H, Dv]
+    `nodes`: nodes, ascending, whose Q tokens are the queries [Q, H, D]; None: all.
     """
     if fits_flash_kernel(query, value):
         return varlen_tree_attention(query, key, value, tree_row(tree, query.device, nodes), scale=scale, window=window, sinks=sinks)

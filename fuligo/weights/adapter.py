@@ -86,13 +86,9 @@ async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTar
 
 
 class AdapterRecord:
-    """File `adapters.jsonl` with the digest of the adapter of each policy version that engines received.
+    """File `adapters.jsonl` with the digest of the adapter of each policy version that engines received; samples' `versions` are these.
 
-    The `versions` of a sample refer to these versions.
-
-    Args:
-        path: path of the file.
-        continues: the run resumes from a checkpoint. Otherwise the file of an earlier attempt, which trained no step, is deleted.
+    Unless the run `continues` from a checkpoint, the file of an earlier attempt, which trained no step, is deleted.
     """
 
     def __init__(self, path: Path, *, continues: bool) -> None:

@@ -52,12 +52,8 @@ class OwnEngine:
     def share(self, bucket: Bucket, version: int | None) -> None:
         """Share one bucket with the engine; return when the engine has loaded it. Call it on all trainer ranks of the engine.
 
-        Args:
-            bucket: tensors, the same on all these ranks, each on the rank's GPU.
-            version: version of the weights for the last bucket; None for the other buckets.
-
-        Raises:
-            EngineError: the engine refused the bucket or did not answer; raised on all these ranks.
+        The tensors are the same on all these ranks, each on the rank's GPU; only the last bucket has a version. Raises EngineError on all
+        these ranks if the engine refused the bucket or did not answer.
         """
         with shared_payload(bucket) as payload:
             if self.ranks.rank == self.caller:

@@ -64,13 +64,9 @@ def completed(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: in
 
 
 def expanded(ids: Sequence[int], grids: Sequence[TokenGrid], image_token_id: int) -> tuple[list[int], list[int]]:
-    """Repeat the one image token that the chat template writes for each image.
+    """Repeat the one image token that the chat template writes for each image; return the ids, and each one's index in the given ids.
 
-    Returns:
-        The ids with all tokens of the images, and for each of these ids its index in the given ids.
-
-    Raises:
-        DataError: the numbers of image tokens and images differ.
+    Raises DataError if the numbers of image tokens and images differ.
     """
     found = sum(token == image_token_id for token in ids)
     if found != len(grids):

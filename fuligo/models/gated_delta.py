@@ -45,7 +45,8 @@ def pack_gated_delta(model: nn.Module) -> int:
     lacks_kernels = _lacks_kernels(modules[0]) if modules and torch.cuda.is_available() else None
     for module in modules:
         rule, convolution = module.chunk_gated_delta_rule, module.causal_conv1d_fn
-        packed = partial(packed_rule, plain_rule(module))
+        plain = sys.modules[type(module).__module__].torch_chunk_gated_delta_rule
+        packed = partial(packed_rule, plain)
         module.chunk_gated_delta_rule = packed if lacks_kernels or not is_kernel(rule) else partial(_on_device, rule, packed)
         module.causal_conv1d_fn = packed_convolution if convolution is None else partial(_on_device, convolution, packed_convolution)
         module.norm = _plain_norm(module)
@@ -69,11 +70,6 @@ def _plain_norm(module: Any) -> nn.Module:
         norm.weight = nn.Parameter(module.norm.weight.detach().to(module.out_proj.weight))
         return norm
     return module.norm
-
-
-def plain_rule(module: nn.Module) -> Rule:
-    """Return transformers' plain torch rule from the module that defines the layer's class."""
-    return sys.modules[type(module).__module__].torch_chunk_gated_delta_rule
 
 
 def _lacks_kernels(module: Any) -> str | None:

@@ -39,17 +39,13 @@ class VarlenKernel:
     """Number of tokens that a token attends to, itself included; None: all tokens up to it."""
 
     @property
-    def _is_causal(self) -> bool:
-        return self.window is None
-
-    @property
     def _window_size(self) -> list[int]:
         return [-1 if self.window is None else self.window - 1, 0]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         is_grouped = (query.size(1) != key.size(1),) if TORCH_ASKS_FOR_GQA else ()
         out, log_sum_exp, _ = torch.ops.torch_attn._varlen_attn(
-            *(query, key, value, self.starts, self.key_starts, self.longest, self.longest_keys, self._is_causal, self.scale),
+            *(query, key, value, self.starts, self.key_starts, self.longest, self.longest_keys, self.window is None, self.scale),
             *(self._window_size, *is_grouped),
         )
         return out, log_sum_exp.transpose(0, 1)
@@ -60,7 +56,7 @@ class VarlenKernel:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return torch.ops.torch_attn._varlen_attn_backward(
             *(grad.contiguous(), query, key, value, out, log_sum_exp.transpose(0, 1).contiguous(), self.starts, self.key_starts),
-            *(self.longest, self.longest_keys, self._is_causal, no_dropout, self.scale, self._window_size),
+            *(self.longest, self.longest_keys, self.window is None, no_dropout, self.scale, self._window_size),
         )
 
 

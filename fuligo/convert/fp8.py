@@ -16,9 +16,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from fuligo.convert.fp8_plan import CONFIG, INDEX, Fp8Plan
+from fuligo.convert.fp8_plan import CONFIG, INDEX, UNFINISHED, Fp8Plan
 from fuligo.errors import CheckpointError
-from fuligo.formats.checkpoint_files import UNFINISHED
 from fuligo.formats.disk import replace_text, sync
 from fuligo.formats.fp8 import block_maxima, fp8_scales, fp8_values, scales_for
 from fuligo.formats.fp8_shards import Shard, TargetTensor

@@ -12,7 +12,6 @@ from math import prod
 from pathlib import Path
 
 from fuligo.errors import ConfigError
-from fuligo.formats.checkpoint_files import UNFINISHED
 from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
 from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
@@ -24,6 +23,8 @@ from fuligo.quantities import amount, count, magnitude
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+UNFINISHED = ".tmp_"
+"""Prefix of files that are being written; a crash leaves them."""
 
 
 @dataclass(frozen=True, slots=True)

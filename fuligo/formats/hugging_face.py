@@ -158,10 +158,8 @@ def language_part(config: dict[str, Any]) -> dict[str, Any]:
 def read_config_json(path: Path) -> dict[str, Any]:
     """Read the config.json at or in `path`. Raises ConfigError if it is missing, not a JSON object, or holds sizes that no model has."""
     file = path / "config.json" if path.is_dir() else path
-    if not file.exists():
-        raise ConfigError(f"{file} does not exist; use a model's config.json, or the directory that holds it")
     try:
-        content = _read_json(file)
+        content = _read_json(file, missing=f"{file} does not exist; use a model's config.json, or the directory that holds it")
     except DamagedFileError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(content, dict):
@@ -271,11 +269,11 @@ def _contradictions(config: dict[str, Any], shapes: dict[str, Shape], may_be_val
         yield f"the weights have {max(stored) + 1} layers, but config.json says num_hidden_layers {layers}"
 
 
-def _read_json(file: Path) -> Any:
+def _read_json(file: Path, *, missing: str = "") -> Any:
     try:
         return json.loads(read_plain_text(file))
     except FileNotFoundError:
-        raise DamagedFileError(f"{file} is missing; the directory must be a Hugging Face checkpoint") from None
+        raise DamagedFileError(missing or f"{file} is missing; the directory must be a Hugging Face checkpoint") from None
     except OSError as error:
         raise DamagedFileError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ from fuligo.formats.weight_manifest import Transport, WeightTarget
 from fuligo.trainer.protocol import Trainer
 from fuligo.trainer.ranks.commands import Command
 from fuligo.trainer.ranks.trainer import RankedTrainer
-from fuligo.weights import senders
+from fuligo.weights import colocated
 from fuligo.weights.senders import WeightSender
 from fuligo.weights.sync import WeightSync, WeightSyncSettings
 from tests.e2e.processes import descendants
@@ -64,7 +64,7 @@ class KillingTrainer(RankedTrainer):
 @pytest_asyncio.fixture
 async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     soon = ControlDeadlines(bucket=Deadline(20.0))
-    monkeypatch.setattr(senders, "EngineClient", partial(EngineClient, deadlines=soon))
+    monkeypatch.setattr(colocated, "EngineClient", partial(EngineClient, deadlines=soon))
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path))
     yield fleet
     await fleet.stop()

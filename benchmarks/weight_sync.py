@@ -154,10 +154,10 @@ def timed_calls() -> Iterator[dict[str, float]]:
     took: dict[str, float] = {}
     call = EngineClient._call
 
-    async def timed(client: EngineClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+    async def timed(client: EngineClient, path: str, *arguments: Any, **options: Any) -> Any:
         start_s = time.perf_counter()
         try:
-            return await call(client, method, path, *arguments, **options)
+            return await call(client, path, *arguments, **options)
         finally:
             took[path] = max(took.get(path, 0.0), time.perf_counter() - start_s)
 

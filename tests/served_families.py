@@ -358,6 +358,6 @@ async def _sync(client: EngineClient, settings: ServerSettings, trained: Trained
 
 async def _checksums(client: EngineClient) -> dict[str, str]:
     """Return SGLang's checksum of each tensor that it has loaded or made of loaded ones, tables of positions left out."""
-    answer = await client._call("POST", "/weights_checker", {"action": "checksum"})
+    answer = await client._call("/weights_checker", {"action": "checksum"})
     [rank] = answer["ranks"]
     return {name: value for name, value in rank["checksums"].items() if not name.endswith(("cos_sin_cache", "inv_freq"))}

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar, Unpack
 
 import numpy as np
@@ -11,13 +12,13 @@ import numpy as np
 from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, parse_load, parse_routing, parse_scores, scoring_body
 from fuligo.engines.connection import DEFAULT, UNLIMITED, Connection, ControlDeadlines, Deadline, Overdue
 from fuligo.engines.engine import MemoryTag, PauseMode
-from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, RoutingQuery, SamplingParams
+from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, SamplingParams
 from fuligo.engines.image_data import encoded_images
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
 from fuligo.models.vision.placing import collapsed
-from fuligo.types import FloatArray, IntArray, RoutedExperts
+from fuligo.types import FloatArray, IntArray
 
 T = TypeVar("T")
 POLICY_ADAPTER = "policy"
@@ -26,46 +27,34 @@ IDLE_WITHIN_S = 30
 """Seconds that a cache flush waits for the step that is still in flight when the last request has been answered."""
 
 
+@dataclass(eq=False, repr=False)
 class EngineClient:
     """Implementation of `engine.InferenceEngine`, which documents the methods, over SGLang's HTTP API.
 
     Both backends serve that API.
-
-    Args:
-        url: address of the engine or router, `http://HOST:PORT`
-        keys: keys sent with the requests
-        retries: additional attempts after a connection error, a 5xx status or a malformed answer
-        timeout_s: deadline of a generate or score request, over all attempts
-        deadlines: deadlines of the other calls
-        num_ranks, start, number: see `InferenceEngine`
-        adapter: name of the LoRA adapter that requests use; None: the engine applies the weights and adapter that it holds
     """
 
-    def __init__(
-        self,
-        url: str,
-        keys: EngineKeys = NO_KEYS,
-        *,
-        retries: int = 3,
-        timeout_s: float = 600.0,
-        deadlines: ControlDeadlines = DEFAULT,
-        num_ranks: int = 1,
-        start: int = 0,
-        number: int | None = None,
-        adapter: str | None = None,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.keys = keys
-        self.num_ranks = num_ranks
-        self.start = start
-        self.number = number
-        self.retries = retries
-        self.timeout_s = timeout_s
-        self.deadlines = deadlines
-        self.run: str | None = None
-        self.is_overdue = False
-        self._adapter = adapter
-        self._connection = Connection(self.url, keys)
+    url: str
+    """Address of the engine or router, `http://HOST:PORT`."""
+    keys: EngineKeys = NO_KEYS
+    """Keys sent with the requests."""
+    _: KW_ONLY
+    retries: int = 3
+    """Additional attempts after a connection error, a 5xx status or a malformed answer."""
+    timeout_s: float = 600.0
+    """Deadline of a generate or score request, over all attempts."""
+    deadlines: ControlDeadlines = DEFAULT
+    num_ranks: int = 1
+    start: int = 0
+    number: int | None = None
+    adapter: str | None = None
+    """Name of the LoRA adapter that requests use; None: the engine applies the weights and adapter that it holds."""
+    run: str | None = field(default=None, init=False)
+    is_overdue: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        self._connection = Connection(self.url, self.keys)
 
     async def generate(
         self,
@@ -87,25 +76,27 @@ class EngineClient:
         }
         if images:
             body |= {"input_ids": np.array(collapsed(input_ids, images), np.int32), "image_data": encoded_images(images)}
-        if self._adapter is not None:
-            body["lora_path"] = self._adapter
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         if routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing.num_known}
 
-        async def parse(answer: Any) -> Generation:
-            generation = parse_generation(answer)
-            if images and generation.prompt_tokens != len(input_ids):  # the engine expands image tokens itself
-                raise EngineError(
-                    f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, but the engine counts "
-                    f"{generation.prompt_tokens}; its image processor or tokenizer differs from the trainer's; serve the same checkpoint"
-                )
-            if routing is not None:
-                generation.routed_experts = await self._routing(answer, routing, len(input_ids))
-            return generation
-
         async def attempt(body: dict[str, Any]) -> Generation:
             try:
-                return await parse(await self._connection.request("POST", "/generate", body))
+                answer = await self._connection.request("POST", "/generate", body)
+                generation = parse_generation(answer)
+                if images and generation.prompt_tokens != len(input_ids):  # the engine expands image tokens itself
+                    raise EngineError(
+                        f"engine {self.url}: request {rid} has {len(input_ids)} tokens with its images, but the engine counts "
+                        f"{generation.prompt_tokens}; its image processor or tokenizer differs from the trainer's; serve the same "
+                        "checkpoint"
+                    )
+                if routing is not None:
+                    # In a thread, because the experts of a long response are a hundred megabytes.
+                    generation.routed_experts = await asyncio.to_thread(parse_routing, answer, routing, len(input_ids))
+                return generation
+            except ValueError as error:
+                raise EngineError(f"engine {self.url}: malformed answer from /generate: {error}") from error
             except (Retryable, EngineError):
                 if was_aborted is not None and was_aborted():
                     return Generation.aborted(len(input_ids))
@@ -132,63 +123,53 @@ class EngineClient:
                     ) from error
                 await asyncio.sleep(0.05)
 
-    async def is_healthy(self) -> bool:
-        try:
-            await self._connection.request("GET", "/health")
-        except (Retryable, EngineError):
-            return False
-        return True
+    async def is_healthy(self, timeout_s: float | None = None) -> bool:
+        return await self._succeeds("/health", timeout_s)
 
     async def scheduler_answers(self, timeout_s: float) -> bool:
+        return await self._succeeds("/server_info", timeout_s)
+
+    async def _succeeds(self, path: str, timeout_s: float | None) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._connection.request("GET", "/server_info")
+                await self._connection.request("GET", path)
         except (Retryable, EngineError, TimeoutError):
             return False
         return True
 
     async def model_info(self) -> ModelInfo:
-        answer = await self._call("GET", "/model_info")
-        try:
+        def parse(answer: Any) -> ModelInfo:
             label = WeightLabel.parse(answer["weight_version"])
             adapter = answer.get("adapter_digest", label.adapter)
             return ModelInfo(str(answer["model_path"]), label.version, answer.get("num_weight_loads"), adapter)
-        except (KeyError, TypeError, Retryable) as error:
-            raise self._malformed("/model_info", answer) from error
+
+        return await self._read("/model_info", parse)
 
     async def read_num_ranks(self) -> None:
-        answer = await self._call("GET", "/server_info")
-        try:
-            self.num_ranks = int(answer["tp_size"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"engine {self.url}: the answer from /server_info has no tp_size: {answer!r:.200}") from error
+        self.num_ranks = await self._read("/server_info", lambda answer: int(answer["tp_size"]))
 
     async def load(self, *, retries: int | None = None) -> EngineLoad:
-        answer = await self._call("GET", "/v1/loads", retries=retries)
-        try:
-            return parse_load(answer["loads"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise self._malformed("/v1/loads", answer) from error
+        return await self._read("/v1/loads", lambda answer: parse_load(answer["loads"]), retries=retries)
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._call("POST", "/pause_generation", {"mode": mode})
+        await self._call("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._call("POST", "/continue_generation", {})
+        await self._call("/continue_generation", {})
 
     async def abort_all(self) -> None:
-        await self._call("POST", "/abort_request", {"abort_all": True})
+        await self._call("/abort_request", {"abort_all": True})
 
     async def flush_cache(self) -> None:
-        await self._call("POST", "/flush_cache", {})
+        await self._call("/flush_cache", {})
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
-        body = {"model_path": path, "weight_version": self._label(version), "flush_cache": True}
-        await self._call("POST", "/update_weights_from_disk", body, within=self.deadlines.weights, retries=0)
+        body = {"model_path": path, **self._of_bucket(version)}
+        await self._call("/update_weights_from_disk", body, within=self.deadlines.weights, retries=0)
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
         body = {"serialized_named_tensors": list(payloads), **self._of_bucket(version)}
-        await self._call("POST", "/update_weights_from_tensor", body, within=self.deadlines.bucket, retries=0)
+        await self._call("/update_weights_from_tensor", body, within=self.deadlines.bucket, retries=0)
 
     async def init_weights_update_group(
         self, *, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -201,59 +182,64 @@ class EngineClient:
             "group_name": group_name,
             "backend": backend,
         }
-        await self._call("POST", "/init_weights_update_group", body, within=self.deadlines.bucket, retries=0)
+        await self._call("/init_weights_update_group", body, within=self.deadlines.bucket, retries=0)
 
     async def update_weights_from_distributed(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, version: int | None
     ) -> None:
         bucket = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "load_format": "flattened_bucket"}
         body = {**bucket, **self._of_bucket(version)}
-        await self._call("POST", "/update_weights_from_distributed", body, within=self.deadlines.bucket, retries=0)
+        await self._call("/update_weights_from_distributed", body, within=self.deadlines.bucket, retries=0)
 
     async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
         # Without the plugin's hook, SGLang refuses the data type; it would load nothing and answer that it succeeded if there were none.
         tensor = {"names": [str(stream)], "dtypes": ["fuligo_sync"], "shapes": [[]]}
         body = {**tensor, "group_name": group_name, "load_format": "fuligo_sync"}
-        await self._call("POST", "/update_weights_from_distributed", body | self._of_bucket(version), within=UNLIMITED, retries=0)
+        await self._call("/update_weights_from_distributed", body | self._of_bucket(version), within=UNLIMITED, retries=0)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
-        await self._call("POST", "/destroy_weights_update_group", {"group_name": group_name}, retries=0)
+        await self._call("/destroy_weights_update_group", {"group_name": group_name}, retries=0)
 
     async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
-        loaded = await self._call("GET", "/v1/models")
-        try:
-            is_loaded = any(model["id"] == POLICY_ADAPTER for model in loaded["data"])
-        except (KeyError, TypeError) as error:
-            raise self._malformed("/v1/models", loaded) from error
-        if is_loaded:  # SGLang cannot replace a loaded adapter; the engine is paused, so no request uses it
-            await self._call("POST", "/unload_lora_adapter", {"lora_name": POLICY_ADAPTER}, within=self.deadlines.bucket, retries=0)
-        body = {"lora_name": POLICY_ADAPTER, "config_dict": adapter.config, "serialized_tensors": await adapter.tensors}
-        # SGLang keys its KV cache by the load of an adapter: entries of an earlier load are not found, and are evicted.
-        await self._call("POST", "/load_lora_adapter_from_tensors", body, within=self.deadlines.bucket, retries=0)
+        # The engine is paused, so no request uses the adapter.
+        await self._replace_adapters([name for name in await self._adapters() if name == POLICY_ADAPTER], POLICY_ADAPTER, adapter)
         label = WeightLabel(version, self.number, await adapter.digest)
-        await self._call("POST", "/update_weight_version", {"new_version": str(label), "abort_all_requests": False}, retries=0)
+        await self._call("/update_weight_version", {"new_version": str(label), "abort_all_requests": False}, retries=0)
+
+    async def _adapters(self) -> list[str]:
+        """Return the names of the adapters in the engine, and of its base model."""
+        return await self._read("/v1/models", lambda answer: [str(model["id"]) for model in answer["data"]])
+
+    async def _replace_adapters(self, old: Iterable[str], name: str, adapter: AdapterPayload) -> None:
+        """Load an adapter after unloading others: SGLang cannot replace one, and waits for requests that use it.
+
+        SGLang keys its KV cache by the load of an adapter: entries of an earlier load are not found, and are evicted.
+        """
+        for loaded in old:
+            await self._call("/unload_lora_adapter", {"lora_name": loaded}, within=self.deadlines.bucket, retries=0)
+        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": await adapter.tensors}
+        await self._call("/load_lora_adapter_from_tensors", body, within=self.deadlines.bucket, retries=0)
 
     async def weights_checksum(self) -> WeightsDigest:
-        answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, within=self.deadlines.weights)
-        try:
+        def parse(answer: Any) -> WeightsDigest:
             return WeightsDigest(int(answer["num_tensors"]), int(answer["num_bytes"]), str(answer["checksum"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._malformed("/weights_checker", answer) from error
+
+        return await self._read("/weights_checker", parse, {"action": "checksum"}, within=self.deadlines.weights)
 
     async def release_memory(self, tag: MemoryTag | None = None) -> None:
         if tag != "weights":  # SGLang crashes if the step after the last answer is still in flight; a flush waits for it
-            await self._call("POST", f"/flush_cache?timeout={IDLE_WITHIN_S}", {}, within=self.deadlines.weights)
-        await self._call("POST", "/release_memory_occupation", _tags(tag), within=self.deadlines.weights)
+            await self._call(f"/flush_cache?timeout={IDLE_WITHIN_S}", {}, within=self.deadlines.weights)
+        await self._call("/release_memory_occupation", _tags(tag), within=self.deadlines.weights)
 
     async def resume_memory(self, tag: MemoryTag | None = None) -> None:
-        await self._call("POST", "/resume_memory_occupation", _tags(tag), within=self.deadlines.weights)
+        await self._call("/resume_memory_occupation", _tags(tag), within=self.deadlines.weights)
 
     async def start_profile(self, directory: str, name: str) -> None:
         body = {"output_dir": directory, "profile_prefix": name, "activities": ["CPU", "GPU"], "with_stack": False}
-        await self._call("POST", "/start_profile", body, within=self.deadlines.weights, retries=0)
+        await self._call("/start_profile", body, within=self.deadlines.weights, retries=0)
 
     async def stop_profile(self) -> None:
-        await self._call("POST", "/stop_profile", {}, within=self.deadlines.weights, retries=0)
+        await self._call("/stop_profile", {}, within=self.deadlines.weights, retries=0)
 
     async def give_up(self) -> None:
         await self._connection.give_up()
@@ -275,32 +261,43 @@ class EngineClient:
         within = Deadline(self.timeout_s if timeout_s is None else timeout_s)
         return await self._connection.retried(f"request {rid}", named, self.retries, within)
 
-    async def _routing(self, answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> RoutedExperts:
-        try:
-            # In a thread, because the experts of a long response are a hundred megabytes.
-            return await asyncio.to_thread(parse_routing, answer, query, num_prompt_tokens)
-        except ValueError as error:
-            raise EngineError(f"engine {self.url}: malformed answer from /generate: {error}") from error
-
-    def _label(self, version: int) -> str:
-        return str(WeightLabel(version, self.number))
-
     def _of_bucket(self, version: int | None) -> dict[str, Any]:
         """Return the version fields of a bucket; the last bucket sets the version and flushes the KV cache of the old weights."""
-        return {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": self._label(version)}
+        return (
+            {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": str(WeightLabel(version, self.number))}
+        )
+
+    async def _read(
+        self,
+        path: str,
+        parse: Callable[[Any], T],
+        body: dict[str, Any] | None = None,
+        *,
+        within: Deadline | None = None,
+        retries: int | None = None,
+    ) -> T:
+        """Make a control call and return its parsed answer."""
+        answer = await self._call(path, body, within=within, retries=retries)
+        try:
+            return parse(answer)
+        except (KeyError, TypeError, ValueError, AttributeError, Retryable) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise EngineError(f"engine {self.url}: malformed answer from {path} ({reason}): {answer!r:.200}") from error
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, within: Deadline | None = None, retries: int | None = None
+        self, path: str, body: dict[str, Any] | None = None, *, within: Deadline | None = None, retries: int | None = None
     ) -> Any:
         """Make a control call and return its answer.
 
         Args:
+            body: None: the call is a GET
             within: deadline; by default the one for calls that the scheduler handles between two steps
 
         Raises:
             Overdue: no attempt ended in time
             EngineError: the engine refused the call, or all attempts failed
         """
+        method = "GET" if body is None else "POST"
         retries = self.retries if retries is None else retries
         within = within or self.deadlines.step
         try:
@@ -312,9 +309,6 @@ class EngineClient:
             reason = answer.get("message") or answer.get("error_message") or "no reason given"
             raise EngineError(f"engine {self.url} refused {path}: {reason}")
         return answer
-
-    def _malformed(self, path: str, answer: Any) -> EngineError:
-        return EngineError(f"engine {self.url}: malformed answer from {path}: {answer!r:.200}")
 
 
 def _tags(tag: MemoryTag | None) -> dict[str, Any]:

@@ -128,40 +128,36 @@ class EngineGroup:
         if (routing := options.get("routing")) is not None:
             generation = await self._generate_directly(routing.affinity, input_ids, params, rid=rid, **options)
         else:
-            generation = await self._generate_somewhere(input_ids, params, rid=rid, **options)
+
+            async def attempt(client: InferenceEngine) -> Generation:
+                # A request that a prefill engine hands over during an abort is answered with an error.
+                num_before = self._aborts.number
+                was_aborted = (lambda: self._aborts.number > num_before) if self.split else None
+                return await client.generate(input_ids, params, rid=rid, was_aborted=was_aborted, **options)
+
+            number, generation = await self._somewhere(attempt, options.get("timeout_s"))
+            if generation.engine is None:
+                generation.engine = number
         self.served = self.served.plus(generation)
         return generation
 
-    async def _generate_somewhere(
-        self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
-    ) -> Generation:
-        """Generate through the router; without one, on the engines in turn. Retry a request that failed while an engine was lost."""
-        while True:
-            if self.membership is not None:
-                await self._until_one_serves(options.get("timeout_s"))
-            number, client = (None, self.router) if self.router is not None else next(self._turn)
-            # A request that a prefill engine hands over during an abort is answered with an error.
-            num_aborts, num_lost = self._aborts.number, self._num_lost
-            was_aborted = (lambda num_before=num_aborts: self._aborts.number > num_before) if self.split else None
-            try:
-                generation = await client.generate(input_ids, params, rid=rid, was_aborted=was_aborted, **options)
-            except EngineError:
-                if self._num_lost == num_lost:
-                    raise
-            else:
-                if generation.engine is None:
-                    generation.engine = number
-                return generation
-
     async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray:
-        """Score tokens; see `InferenceEngine.score`. A request that failed while an engine was lost is retried."""
+        """Score tokens; see `InferenceEngine.score`."""
+        return (await self._somewhere(lambda client: client.score(input_ids, num_given, rid=rid, timeout_s=timeout_s), timeout_s))[1]
+
+    async def _somewhere(self, call: Callable[[InferenceEngine], Awaitable[T]], timeout_s: float | None) -> tuple[int | None, T]:
+        """Call the router, or without one the engines in turn; retry a request that failed while an engine was lost.
+
+        Returns:
+            Number of the engine, None for the router, and the answer
+        """
         while True:
             if self.membership is not None:
                 await self._until_one_serves(timeout_s)
-            client = self.router if self.router is not None else next(self._turn)[1]
+            number, client = (None, self.router) if self.router is not None else next(self._turn)
             num_lost = self._num_lost
             try:
-                return await client.score(input_ids, num_given, rid=rid, timeout_s=timeout_s)
+                return number, await call(client)
             except EngineError:
                 if self._num_lost == num_lost:
                     raise
@@ -169,9 +165,16 @@ class EngineGroup:
     async def _generate_directly(
         self, affinity: int, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Generate on an engine directly, since the router drops the routing query. If the engine dies, retry on another."""
+        """Generate on an engine directly, since the router drops the routing query. If the engine dies, retry on another.
+
+        The affinity chooses the engine, unless another is much less busy.
+        """
         while True:
-            client = await self._by_affinity(affinity, options.get("timeout_s"))
+            await self._until_one_serves(options.get("timeout_s"))
+            client = self.clients[affinity % len(self.clients)]
+            idlest = min(self.clients, key=lambda other: self._num_direct[other])
+            if self._num_direct[client] > self._num_direct[idlest] + MAX_AHEAD:
+                client = idlest
             self._num_direct[client] += 1
             try:
                 generation = await client.generate(input_ids, params, rid=rid, **options)
@@ -185,16 +188,6 @@ class EngineGroup:
                 return generation
             finally:
                 self._num_direct[client] -= 1
-
-    async def _by_affinity(self, affinity: int, timeout_s: float | None) -> InferenceEngine:
-        """Return the engine for this affinity, or the least busy one if it is much less busy. If all are restarting, wait for one.
-
-        Raises EngineError if no engine restarted in time.
-        """
-        await self._until_one_serves(timeout_s)
-        client = self.clients[affinity % len(self.clients)]
-        idlest = min(self.clients, key=lambda other: self._num_direct[other])
-        return client if self._num_direct[client] <= self._num_direct[idlest] + MAX_AHEAD else idlest
 
     async def _until_one_serves(self, timeout_s: float | None) -> None:
         """Wait until an engine serves, if all are restarting. Raises EngineError if no engine restarted in time."""

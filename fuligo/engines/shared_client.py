@@ -98,13 +98,13 @@ class SharedEngineClient(EngineClient):
 
     async def abort_all(self) -> None:
         """Abort the run's requests in flight."""
-        await asyncio.gather(*(self._call("POST", "/abort_request", {"rid": rid}) for rid in list(self._requests.in_flight)))
+        await asyncio.gather(*(self._call("/abort_request", {"rid": rid}) for rid in list(self._requests.in_flight)))
 
     async def flush_cache(self) -> None:
         """Do nothing: SGLang keys its cache by adapter and drops the entries with the adapter."""
 
     async def model_info(self) -> ModelInfo:
-        answer = await self._call("GET", "/model_info")
+        path = await self._read("/model_info", lambda answer: str(answer["model_path"]))
         labels = await self._labels()
         if len(labels) > 1:
             raise EngineError(
@@ -112,27 +112,15 @@ class SharedEngineClient(EngineClient):
                 "only one; restart the engine"
             )
         self._requests.label = label = labels[0] if labels else None
-        try:
-            path = str(answer["model_path"])
-        except (KeyError, TypeError) as error:
-            raise self._malformed("/model_info", answer) from error
         return ModelInfo(path, 0, None, None) if label is None else ModelInfo(path, label.version, None, label.digest)
 
     async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
-        within = self.deadlines.bucket
-        for label in await self._labels():  # SGLang waits for requests that use the adapter; the pause has ended them
-            await self._call("POST", "/unload_lora_adapter", {"lora_name": str(label)}, within=within, retries=0)
         name = str(AdapterLabel(self._requests.run, version, await adapter.digest))
-        body = {"lora_name": name, "config_dict": adapter.config, "serialized_tensors": await adapter.tensors}
-        await self._call("POST", "/load_lora_adapter_from_tensors", body, within=within, retries=0)
+        await self._replace_adapters(map(str, await self._labels()), name, adapter)  # the pause has ended requests that use the old one
 
     async def _labels(self) -> list[AdapterLabel]:
-        """Return the labels of the run's adapters in the engine. Raises EngineError if the request fails or its answer is malformed."""
-        loaded = await self._call("GET", "/v1/models")
-        try:
-            labels = [AdapterLabel.parse(str(model["id"])) for model in loaded["data"]]
-        except (KeyError, TypeError) as error:
-            raise self._malformed("/v1/models", loaded) from error
+        """Return the labels of the run's adapters in the engine."""
+        labels = map(AdapterLabel.parse, await self._adapters())
         return [label for label in labels if label is not None and label.run == self.run]
 
     async def _requested(

@@ -14,8 +14,7 @@ from fuligo.config.topology import engine_groups
 from fuligo.environments.isolation.factory import environment_problems
 from fuligo.errors import ConfigError
 from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read_model_config
-from fuligo.machine.packages import package_version, package_versions
-from fuligo.machine.temporary import temporary_problem
+from fuligo.machine.packages import package_version, package_versions, temporary_problem
 from fuligo.models.registry import architecture_of, is_supported, names_of
 from fuligo.planner.rules.model import unknown_tokens
 from fuligo.rollout.rewards.check import check_reward

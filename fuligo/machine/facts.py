@@ -32,7 +32,6 @@ class Machine:
     system: str
     """Operating system and architecture, such as `Linux x86_64`."""
     torch: Torch | None
-    """Installed torch; None if it cannot be imported."""
     torch_problem: str | None
     """Reason why torch cannot be imported; None if it can."""
     gpus: Gpus = field(default_factory=Gpus)
@@ -73,6 +72,5 @@ def _torch() -> tuple[Torch | None, str | None]:
         return None, f"{type(error).__name__}: {error}"
     with_cuda = torch.version.cuda is not None
     nccl_version = ".".join(map(str, nccl.version())) if with_cuda and torch.distributed.is_nccl_available() else None
-    return Torch(
-        torch.__version__, torch.version.cuda, nccl_version, torch.cuda.device_count() if with_cuda else 0, torch.get_num_threads()
-    ), None
+    num_devices = torch.cuda.device_count() if with_cuda else 0
+    return Torch(torch.__version__, torch.version.cuda, nccl_version, num_devices, torch.get_num_threads()), None

@@ -4,20 +4,18 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fuligo.environments.tools.python import PythonSettings, check_sandbox, shared_interpreters
 from fuligo.errors import ConfigError
 from fuligo.machine.facts import SHARED_MEMORY, Machine
-from fuligo.machine.packages import package_version
-from fuligo.machine.temporary import temporary_problem
+from fuligo.machine.nvidia import GIB
+from fuligo.machine.packages import package_version, temporary_problem
 from fuligo.quantities import count
 
 PACKAGES = ("transformers", "safetensors", "pydantic", "pyarrow", "aiohttp", "fastapi", "uvicorn", "math-verify")
 OPTIONAL_PACKAGES = ("tensorboard", "wandb", "sglang", "sglang-router", "megatron-core", "transformer-engine", "ray")
-GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +32,18 @@ class Finding:
 
 def machine_findings(machine: Machine) -> list[Finding]:
     """Return the findings that need no config: Python, torch, packages, GPUs, cores, memory, directories and the sandbox."""
-    return [_python(machine), _torch(machine), *_packages(), *_devices(machine), *_system(machine), *_places(), _sandbox()]
-
-
-def _python(machine: Machine) -> Finding:
     supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    return Finding("Python", f"{machine.python} on {machine.system}", None if supported else "use Python 3.11 or 3.12")
+    return [
+        Finding("Python", f"{machine.python} on {machine.system}", None if supported else "use Python 3.11 or 3.12"),
+        _torch(machine),
+        *_packages(),
+        *_devices(machine),
+        Finding("cores", f"{machine.num_cores} usable"),
+        Finding("memory", f"{machine.available_memory_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB available"),
+        Finding("open files", f"{machine.num_open_files} per process"),
+        *_places(),
+        _sandbox(),
+    ]
 
 
 def _torch(machine: Machine) -> Finding:
@@ -70,17 +74,10 @@ def _devices(machine: Machine) -> list[Finding]:
         cause = "torch is a CPU build; install a CUDA build" if torch.cuda is None else fix
         found.append(Finding("CUDA devices", f"torch sees {torch.num_devices} of {len(found)}", warning=cause))
     if len(gpus.links) > 1:
-        pairs, count = gpus.without_nvlink(len(gpus.links)), len(gpus.links)
-        found.append(Finding("NVLink", f"between all {count} GPUs" if not pairs else f"not between GPUs {_some(pairs)}"))
+        pairs = gpus.without_nvlink(len(gpus.links))
+        missing = ", ".join(f"{a} and {b}" for a, b in pairs[:3]) + (f" and {count(len(pairs) - 3, 'more pair')}" if len(pairs) > 3 else "")
+        found.append(Finding("NVLink", f"not between GPUs {missing}" if pairs else f"between all {len(gpus.links)} GPUs"))
     return found
-
-
-def _system(machine: Machine) -> list[Finding]:
-    return [
-        Finding("cores", f"{machine.num_cores} usable"),
-        Finding("memory", f"{machine.available_memory_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB available"),
-        Finding("open files", f"{machine.num_open_files} per process"),
-    ]
 
 
 def _places() -> list[Finding]:
@@ -105,18 +102,9 @@ def _sandbox() -> Finding:
 
 
 def _place(name: str, directory: Path, fix: str) -> Finding:
-    value = f"{directory}, {shutil.disk_usage(directory).free / GIB:.1f} GiB free"
-    return Finding(name, value, _attempt(lambda: tempfile.TemporaryFile(dir=directory).close(), fix))
-
-
-def _attempt(action: Callable[[], object], fix: str) -> str | None:
+    problem = None
     try:
-        action()
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        return f"{error.strerror}; {fix}"
-    return None
-
-
-def _some(pairs: list[tuple[int, int]]) -> str:
-    shown = ", ".join(f"{a} and {b}" for a, b in pairs[:3])
-    return shown + (f" and {count(len(pairs) - 3, 'more pair')}" if len(pairs) > 3 else "")
+        problem = f"{error.strerror}; {fix}"
+    return Finding(name, f"{directory}, {shutil.disk_usage(directory).free / GIB:.1f} GiB free", problem)

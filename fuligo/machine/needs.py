@@ -23,13 +23,7 @@ OWN_FILES = 256
 
 
 def needs(config: Config, machine: Machine, versions: Versions = package_versions) -> list[Finding]:
-    """Return a finding for everything that a run needs on this node, whether the node has it or not.
-
-    Args:
-        config: validated config.
-        machine: node on which processes of the run would run.
-        versions: function that returns the versions of packages (None if missing), given an interpreter and environment variables to add.
-    """
+    """Return a finding for everything that a run needs on this node, whether the node has it or not. `versions`: see `package_versions`."""
     checks = (_packages(config, machine, versions), _gpus(config, machine), _links(config, machine), _shared_memory(config, machine))
     return [*(finding for check in checks for finding in check), *_ports(config), _open_files(config, machine)]
 
@@ -81,11 +75,8 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Finding]:
         processes = f"{config.total_num_gpus} processes" if config.total_num_gpus > 1 else "1 process"
         found = f"CPU, {processes}" + (" (--device auto finds no GPU)" if asked == "auto" else "")
         needs_gpus = config.trainer_capabilities.needs_gpus and asked == "auto"
-        yield (
-            Finding("device", found, "the Megatron trainer needs GPUs; run fuligo doctor on a node of the cluster")
-            if needs_gpus
-            else Finding("device", found)
-        )
+        fix = "the Megatron trainer needs GPUs; run fuligo doctor on a node of the cluster"
+        yield Finding("device", found, fix if needs_gpus else None)
         return
     value = f"{needed} needed, {devices} here"
     if devices < needed:
@@ -109,19 +100,16 @@ def _links(config: Config, machine: Machine) -> Iterator[Finding]:
     if min(size, here) < 2 or len(machine.gpus.devices) < 2:
         return
     value = f"{size} GPUs of {whose} share each matrix"
-    no_access = machine.gpus.without_peer_access(here)
-    no_link = machine.gpus.without_nvlink(here)
-    if no_access:
+    warning = None
+    if pairs := machine.gpus.without_peer_access(here):
+        one, other = pairs[0]
+        warning = f"GPUs {one} and {other} cannot access each other's memory and copy through the host; lower {option}"
+    elif pairs := machine.gpus.without_nvlink(here):
+        one, other = pairs[0]
         warning = (
-            f"GPUs {no_access[0][0]} and {no_access[0][1]} cannot access each other's memory and copy through the host; lower {option}"
+            f"GPUs {one} and {other} have no NVLink, so every layer waits for PCIe; lower {option} to the number of GPUs that "
+            "NVLink connects"
         )
-    elif no_link:
-        warning = (
-            f"GPUs {no_link[0][0]} and {no_link[0][1]} have no NVLink, so every layer waits for PCIe; lower {option} to the number of GPUs "
-            "that NVLink connects"
-        )
-    else:
-        warning = None
     yield Finding("peer access", value, warning=warning)
 
 

@@ -1,10 +1,11 @@
-"""Versions of packages that are installed for this interpreter or another; imports none of them."""
+"""Packages that are installed for this interpreter or another, and its directory of temporary files; imports none of the packages."""
 
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ def version(name):
     except importlib.metadata.PackageNotFoundError: return None
 print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 """
+ROOM_BYTES = 4096
+"""Size of the file that is written as a test: a full file system still creates empty files."""
 
 
 def package_version(package: str) -> str | None:
@@ -29,12 +32,7 @@ def package_version(package: str) -> str | None:
 def package_versions(
     packages: Sequence[str], python: str = sys.executable, environment: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """Return the versions of several packages for an interpreter; all None if the interpreter fails to run.
-
-    Args:
-        python: path of the interpreter; default: this process's.
-        environment: variables to add to this process's environment, such as PYTHONPATH.
-    """
+    """Return versions of packages for an interpreter, with `environment` added to this process's; all None if it fails to run."""
     if Path(python) == Path(sys.executable) and not environment:
         return {package: package_version(package) for package in packages}
     try:
@@ -45,3 +43,24 @@ def package_versions(
         return json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return dict.fromkeys(packages)
+
+
+def temporary_problem() -> str | None:
+    """Return why temporary files cannot be written; None if they can.
+
+    Python would silently take another directory for a TMPDIR that it cannot use, in the end the working directory; compilers would fail.
+    """
+    chosen = os.environ.get("TMPDIR")
+    if not chosen:
+        try:
+            tempfile.gettempdir()
+        except FileNotFoundError as error:  # lists the directories that were tried
+            return f"cannot write temporary files: {error.strerror}; free space there, or set TMPDIR to a directory that can be written to"
+        return None
+    try:
+        with tempfile.TemporaryFile(dir=Path(chosen).absolute(), buffering=0) as file:
+            file.write(bytes(ROOM_BYTES))
+    except OSError as error:
+        cause = error.strerror or str(error)
+        return f"cannot use TMPDIR {chosen}: {cause}; create it, free space there, or set TMPDIR to another directory"
+    return None

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.machine.temporary import temporary_problem
+from fuligo.machine.packages import temporary_problem
 from tests.small_disk import SmallDisk
 
 

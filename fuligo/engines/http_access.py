@@ -3,31 +3,80 @@
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import uvicorn
-from starlette.types import Scope
+from starlette.requests import Request
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+T = TypeVar("T")
+KEEP_ALIVE_S = 600
+BACKLOG = 4096
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn server that reports when it listens and does not handle signals."""
+    """uvicorn server in a task of this event loop, which does not handle signals."""
+
+    serving: asyncio.Task[None]
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.listening = asyncio.Event()
+        self._listens = asyncio.Event()
+
+    @classmethod
+    async def start(cls, app: ASGIApp, listener: socket.socket, strangers: "Strangers", *, shutdown_s: int) -> Self:
+        """Serve on a bound socket; return when the server listens. `shutdown_s`: seconds that requests get to end after `stop`."""
+        server = cls(
+            uvicorn.Config(
+                app,
+                interface="asgi3",
+                loop="none",
+                http=partial(Connection, strangers),  # pyright: ignore[reportArgumentType] - called like a class
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=shutdown_s,
+            )
+        )
+        server.serving = asyncio.create_task(server.serve(sockets=[listener]))
+        server.serving.add_done_callback(lambda _: server._listens.set())  # do not wait for a server that cannot start
+        await server._listens.wait()
+        if server.serving.done():
+            server.serving.result()
+        return server
+
+    async def stop(self) -> None:
+        self.should_exit = True
+        await self.serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.listening.set()
+        self._listens.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Do not capture signals: uvicorn would raise them again when it exits."""
         yield
+
+
+async def unless_gone(http: Request, answer: Awaitable[T]) -> T | None:
+    """Await an answer. If the client disconnects first, cancel it and return None."""
+    working, disconnect = asyncio.ensure_future(answer), asyncio.ensure_future(http.receive())
+    try:
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        disconnect.cancel()
+        if not working.done():
+            working.cancel()
 
 
 def own_names(host: str) -> frozenset[str]:

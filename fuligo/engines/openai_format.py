@@ -27,14 +27,20 @@ class InvalidRequest(ValueError):
         self.param = param
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request, with the types of its parameters checked. Raises InvalidRequest if it is malformed."""
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request. Raises InvalidRequest if it is malformed."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
+    return body
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request, with the types of its parameters checked. Raises InvalidRequest if it is malformed."""
+    body = json_object(raw)
     for name, (kind, description) in TYPES.items():
         value = body.get(name)
         if value is not None and type(value) is not kind:
@@ -50,15 +56,12 @@ def objects(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def joined_text(content: Any, name: str, types: Collection[str], otherwise: str) -> str:
-    """Return the text of a message's content: a string, or the joined texts of its parts.
+    """Return the text of a message's content: a string, or the joined texts of its parts. Raises InvalidRequest.
 
     Args:
         name: name of the content in errors
         types: accepted types of parts
         otherwise: error message for a part of another type or without text; `{}` is replaced by the part
-
-    Raises:
-        InvalidRequest: a part has another type, or no text
     """
     if isinstance(content, str):
         return content
@@ -89,9 +92,9 @@ def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_new_tokens, "total_tokens": num_prompt_tokens + num_new_tokens}
 
 
-def event(content: Any) -> bytes:
-    """Return a server-sent event with `content` as JSON."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+def event(content: Any, kind: str | None = None) -> bytes:
+    """Return a server-sent event with `content` as JSON, and its kind if it has one."""
+    return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import orjson
-
 from fuligo.engines.generation import Tokenizer
-from fuligo.engines.openai_format import InvalidRequest, joined_text, objects, parse_body
+from fuligo.engines.openai_format import InvalidRequest, event, joined_text, objects, parse_body
 from fuligo.gateway.completion import Completion, Dialect, arguments_text
 from fuligo.types import Messages
 
@@ -22,9 +20,9 @@ _text = partial(
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
-    """Translate a request to the body of a chat completion request. Parameters without a translation are passed on unchanged.
+    """Translate a request to the body of a chat completion request. Raises InvalidRequest.
 
-    Raises InvalidRequest if the body is malformed.
+    Parameters without a translation are passed on unchanged.
     """
     body = parse_body(raw)
     messages = [each for message in objects(body.get("messages"), "messages") for each in _messages(message)]
@@ -109,7 +107,7 @@ def events(completion: Completion, tokenizer: Tokenizer) -> Iterator[bytes]:
 
 
 def _event(kind: str, **content: Any) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind, **content}) + b"\n\n"
+    return event({"type": kind, **content}, kind)
 
 
 def _head(completion: Completion) -> dict[str, Any]:

@@ -74,11 +74,11 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
             num_replaced += 1
             continue
         raise InvalidRequest(
-            f"{name}={_shown(value)} is not supported: the gateway returns every answer exactly as it was sampled; leave {name} out", name
+            f"{name}={value!r:.80} is not supported: the gateway returns every answer exactly as it was sampled; leave {name} out", name
         )
     model = body.get("model")
     if not isinstance(model, str | None):
-        raise InvalidRequest(f"model is {_shown(model)}; it must be a string", "model")
+        raise InvalidRequest(f"model is {model!r:.80}; it must be a string", "model")
     return ChatRequest(
         messages=_messages(body.get("messages")),
         tools=() if body.get("tool_choice") == "none" else _tools(body.get("tools") or []),
@@ -92,16 +92,13 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
 
 
 def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) -> tuple[SamplingParams, int]:
-    """Return the sampling parameters of the answer, and the number of the request's parameters that were replaced.
-
-    Raises InvalidRequest if a parameter is not valid, or differs from the rollout's and `replaces` is False.
-    """
+    """Return the sampling parameters of the answer, and the number of the request's that were replaced. Raises InvalidRequest."""
     fixed = {name: getattr(rollout, field) if field else _NO_PENALTY[name] for name, field in _SAMPLING.items()}
     others = [name for name, value in fixed.items() if body.get(name) is not None and body[name] != value]
     if others and not replaces:
         name = others[0]
         raise InvalidRequest(
-            f"{name}={_shown(body[name])} differs from the rollout's {fixed[name]:g}, the distribution that the trainer computes "
+            f"{name}={body[name]!r:.80} differs from the rollout's {fixed[name]:g}, the distribution that the trainer computes "
             f"log-probabilities of; leave {name} out, or start the run with --agent-sampling replace",
             name,
         )
@@ -112,7 +109,7 @@ def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) ->
     stops = [stop] if isinstance(stop, str) else stop or []
     _, valid, rule = FIELD_RULES["stop"]
     if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(isinstance(each, str) and valid(each) for each in stops):
-        raise InvalidRequest(f"stop is {_shown(stop)}; it must be {rule}, at most {_MAX_STOPS}", "stop")
+        raise InvalidRequest(f"stop is {stop!r:.80}; it must be {rule}, at most {_MAX_STOPS}", "stop")
     max_new_tokens = rollout.max_new_tokens if limit is None else min(limit, rollout.max_new_tokens)
     return replace(rollout, max_new_tokens=max_new_tokens, stop=tuple(dict.fromkeys((*rollout.stop, *stops)))), len(others)
 
@@ -120,7 +117,7 @@ def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) ->
 def _switch(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise InvalidRequest(f"{name} is {_shown(value)}; it must be true or false", name)
+        raise InvalidRequest(f"{name} is {value!r:.80}; it must be true or false", name)
     return bool(value)
 
 
@@ -133,14 +130,10 @@ def _messages(value: Any) -> Messages:
         if message["role"] == "developer":
             message["role"] = "system"
         if message.get("tool_calls"):
-            message["tool_calls"] = [_call(call) for call in _list_of(message["tool_calls"], "tool_calls")]
+            if not isinstance(message["tool_calls"], list):
+                raise InvalidRequest(f"tool_calls is {message['tool_calls']!r:.80}; it must be a list", "messages")
+            message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return messages
-
-
-def _list_of(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{name} is {_shown(value)}; it must be a list", "messages")
-    return value
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -148,7 +141,7 @@ def _call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(
-            f'a tool call is {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}, not {_shown(call)}',
+            f'a tool call is {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}, not {call!r:.80}',
             "messages",
         )
     arguments = function.get("arguments", {})
@@ -167,7 +160,7 @@ def _tools(value: list[Any]) -> tuple[Tool, ...]:
     for tool in value:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f'a tool must be {{"type": "function", "function": {{"name": ...}}}}, not {_shown(tool)}', "tools")
+            raise InvalidRequest(f'a tool must be {{"type": "function", "function": {{"name": ...}}}}, not {tool!r:.80}', "tools")
         description, parameters = function.get("description") or "", function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(description, str) or not isinstance(parameters, dict):
             raise InvalidRequest(
@@ -175,7 +168,3 @@ def _tools(value: list[Any]) -> tuple[Tool, ...]:
             )
         tools.append(Tool(function["name"], description, parameters))
     return tuple(tools)
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.80}"

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fuligo.engines.generation import Tokenizer
 from fuligo.engines.openai_format import DONE, chunk, event, head, usage
@@ -80,12 +80,6 @@ def arguments_text(arguments: Any) -> str:
     return json.dumps(arguments, separators=(",", ":"))
 
 
-class ErrorContent(Protocol):
-    """Function that returns an error in the format of an API."""
-
-    def __call__(self, message: str, kind: str = ..., *, param: str | None = None, code: str | None = None) -> dict[str, Any]: ...
-
-
 @dataclass(slots=True, frozen=True)
 class Dialect:
     """API through which agents call the policy, translated to and from chat completions."""
@@ -96,4 +90,5 @@ class Dialect:
     """Function that returns the answer as one JSON object."""
     events: Callable[[Completion, Tokenizer], Iterator[bytes]]
     """Function that yields the answer as server-sent events."""
-    error: ErrorContent
+    error: Callable[..., dict[str, Any]]
+    """Function that returns an error; called like `openai_format.error_content`."""

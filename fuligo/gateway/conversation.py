@@ -94,12 +94,7 @@ class Conversation:
         return Place(parent, messages[num_known:], state)
 
     def add(self, place: Place, turn: Turn, answer: dict[str, Any], stop: str = "") -> None:
-        """Add the answer to the request at `place`.
-
-        Args:
-            answer: the message as it is returned
-            stop: stop string that was stripped from the end of the content
-        """
+        """Add the answer to the request at `place`, as it is returned; `stop` is the stop string that was stripped from its end."""
         content = answer.get("content") or ""
         for text, with_reasoning in product({content, content + stop}, (False, True)):
             spelling = {key: value for key, value in answer.items() if with_reasoning or key != "reasoning_content"} | {"content": text}

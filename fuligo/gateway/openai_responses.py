@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import orjson
-
 from fuligo.engines.generation import Tokenizer
-from fuligo.engines.openai_format import InvalidRequest, error_content, joined_text, objects, parse_body
+from fuligo.engines.openai_format import InvalidRequest, error_content, event, joined_text, objects, parse_body
 from fuligo.gateway.completion import Completion, Dialect, arguments_text
 from fuligo.types import Messages
 
@@ -99,7 +97,7 @@ def body(completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
 def events(completion: Completion, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Yield the answer as server-sent events, item by item."""
     for number, (kind, content) in enumerate(_events(completion)):
-        yield f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind, "sequence_number": number, **content}) + b"\n\n"
+        yield event({"type": kind, "sequence_number": number, **content}, kind)
 
 
 def _events(completion: Completion) -> Iterator[tuple[str, dict[str, Any]]]:

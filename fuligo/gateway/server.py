@@ -6,14 +6,13 @@ import logging
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from numbers import Real
-from typing import TypeVar
+from typing import Any
 
 import orjson
-import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -22,21 +21,18 @@ from starlette.types import Receive, Scope, Send
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import LOOPBACK, endpoint
-from fuligo.engines.http_access import Connection, QuietServer, Strangers, admit, is_foreign, own_names
+from fuligo.engines.http_access import BACKLOG, QuietServer, Strangers, admit, is_foreign, own_names, unless_gone
 from fuligo.engines.openai_format import InvalidRequest, error_content, json_response, parse_body
 from fuligo.errors import EngineError
 from fuligo.gateway import anthropic_messages, openai_responses
-from fuligo.gateway.completion import Completion, Dialect, ErrorContent
+from fuligo.gateway.completion import Completion, Dialect
 from fuligo.gateway.session import ContextFull, Policy, Session, SessionEnded
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 32 * 2**20
 MAX_REMEMBERED = 4096
 """Number of ended sessions to remember, so that late requests to them get a specific error."""
-KEEP_ALIVE_S = 600
 SHUTDOWN_S = 2
-BACKLOG = 4096
 _BEARER = "Bearer "
 DIALECTS = {
     "v1/chat/completions": Dialect(parse_body, Completion.body, Completion.events, error_content),
@@ -49,11 +45,7 @@ NO_RETRY = {"x-should-retry": "false"}
 
 
 class Gateway:
-    """Server that gives every session a base URL and a random key, and answers only requests with both.
-
-    Args:
-        host: name or address to listen on
-    """
+    """Server on `host` that gives every session a base URL and a random key, and answers only requests with both."""
 
     def __init__(self, policy: Policy, host: str = LOOPBACK) -> None:
         self._policy = policy
@@ -64,17 +56,11 @@ class Gateway:
         """Digests of the keys of ended sessions."""
         self.strangers = Strangers()
         self._server: QuietServer | None = None
-        self._serving: asyncio.Task[None] | None = None
         self._address = ""
         self._starting = asyncio.Lock()
 
     async def open(self, params: SamplingParams, *, label: str, priority: int = 0) -> Session:
-        """Open a session; the first one starts the server. Raises OSError if the gateway cannot listen on its host.
-
-        Args:
-            label: beginning of the request ids in the engine
-            priority: priority of the session's requests in the engine's queue
-        """
+        """Open a session; the first one starts the server. Raises OSError if the gateway cannot listen on its host."""
         async with self._starting:
             if self._server is None:
                 await self._start()
@@ -103,34 +89,15 @@ class Gateway:
         """End all sessions and stop the server."""
         for session in list(self._sessions.values()):
             self.end(session)
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
+        if self._server is not None:
+            await self._server.stop()
 
     async def _start(self) -> None:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, 0), family=family, backlog=BACKLOG)
         host, port = listener.getsockname()[:2]
         self._address = endpoint(socket.gethostname() if host in ("0.0.0.0", "::") else self._host, port)
-        config = uvicorn.Config(
-            self._app,
-            interface="asgi3",
-            loop="none",
-            http=partial(Connection, self.strangers),  # pyright: ignore[reportArgumentType] - called like a class
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
-        self._server = QuietServer(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agent gateway")
-        self._serving.add_done_callback(lambda _: self._server and self._server.listening.set())
-        await self._server.listening.wait()
-        if self._serving.done():
-            self._serving.result()
+        self._server = await QuietServer.start(self._app, listener, self.strangers, shutdown_s=SHUTDOWN_S)
         logger.info("agent gateway listening on http://%s; each session has its own key", self._address)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,7 +140,7 @@ class Gateway:
         """Answer a request to the policy; errors have the dialect's format."""
         refuse = partial(_error, content=dialect.error)
         try:
-            completion = await _unless_gone(http, session.complete(raw, dialect.read))
+            completion = await unless_gone(http, session.complete(raw, dialect.read))
         except ContextFull as error:
             return refuse(400, str(error), param=error.param, code="context_length_exceeded")
         except InvalidRequest as error:
@@ -209,18 +176,6 @@ class Gateway:
         return json_response({**model, "id": name} if name else {"object": "list", "data": [model]})
 
 
-async def _unless_gone(http: HttpRequest, answer: Awaitable[T]) -> T | None:
-    """Await an answer. If the client disconnects first, cancel it and return None."""
-    working, disconnect = asyncio.ensure_future(answer), asyncio.ensure_future(http.receive())
-    try:
-        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        disconnect.cancel()
-        if not working.done():
-            working.cancel()
-
-
 async def _body(http: HttpRequest) -> bytes | None:
     """Return the body, or None if it is too long."""
     if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
@@ -254,6 +209,6 @@ def _error(
     param: str | None = None,
     code: str | None = None,
     headers: dict[str, str] | None = None,
-    content: ErrorContent = error_content,
+    content: Callable[..., dict[str, Any]] = error_content,
 ) -> Response:
     return json_response(content(message, kind, param=param, code=code), status, headers)

@@ -134,12 +134,9 @@ class Session:
             request.cancel()
 
     async def complete(self, raw: bytes, read: Callable[[bytes], Mapping[str, Any]] = parse_body) -> Completion:
-        """Answer a request.
+        """Answer a request, whose bytes `read` translates to the body of a chat completion request.
 
-        `read` translates the bytes of the request to the body of a chat completion request (`Dialect.read`).
-
-        Raises InvalidRequest if the request is malformed, or training cannot honor it, EngineError if no engine answered, and SessionEnded
-        if the session ended before the answer was complete.
+        Raises InvalidRequest, EngineError if no engine answered, and SessionEnded if the session ended before the answer was complete.
         """
         self.num_requests += 1
         self.last_request_s = time.monotonic()
@@ -187,10 +184,7 @@ class Session:
         return None, as_ids(renderer.prompt(request.messages, request.tools))
 
     def _limited(self, params: SamplingParams, place: Place, num_prompt_tokens: int) -> SamplingParams:
-        """Return the parameters, limited to the tokens that the context leaves, with a seed derived for this request.
-
-        Raises ContextFull if the prompt leaves no room for a token.
-        """
+        """Return the parameters, limited to the tokens that the context leaves, with a seed for this request. Raises ContextFull."""
         limit = self.policy.max_context_len
         room = params.max_new_tokens if limit is None else limit - num_prompt_tokens
         if room < 1:

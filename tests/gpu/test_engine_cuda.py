@@ -24,7 +24,7 @@ def sampled(checkpoint: Path, dtype: torch.dtype) -> list[Request]:
         on_ended=lambda requests: [request.waiter.set_result(request) for request in requests] and None,
         on_failure=lambda: None,
     )
-    engine.start()
+    engine.thread.start()
     rng = random.Random(0)
     requests = [
         Request(
@@ -42,7 +42,7 @@ def sampled(checkpoint: Path, dtype: torch.dtype) -> list[Request]:
     for request in requests:
         request.waiter.result(timeout=300)
         assert request.error is None
-    engine.stop()
+    engine.thread.stop()
     return requests
 
 

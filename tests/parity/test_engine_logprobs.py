@@ -90,7 +90,7 @@ class Answered:
             on_ended=lambda requests: [request.waiter.set_result(request) for request in requests] and None,
             on_failure=lambda: None,
         )
-        self.engine.start()
+        self.engine.thread.start()
 
     def submit(self, input_ids: Sequence[int], max_new_tokens: int, **params: Any) -> Request:
         sampling = SamplingParams(max_new_tokens, **params)
@@ -108,7 +108,7 @@ class Answered:
 def answered(checkpoint: Path) -> Any:
     answered = Answered(checkpoint, max_running_requests=6)
     yield answered
-    answered.engine.stop()
+    answered.engine.thread.stop()
 
 
 def reference(directory: Path) -> PreTrainedModel:

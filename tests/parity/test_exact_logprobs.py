@@ -44,7 +44,7 @@ class Sampler:
             on_ended=lambda requests: [request.waiter.set_result(request) for request in requests] and None,
             on_failure=lambda: None,
         )
-        self.engine.start()
+        self.engine.thread.start()
 
     def submit(self, input_ids: Sequence[int], max_new_tokens: int) -> Request:
         params = SamplingParams(max_new_tokens, temperature=TEMPERATURE)
@@ -161,7 +161,7 @@ def test_trainer_equals_engine(checkpoint: Path, precision: str) -> None:
         assert largest_difference(policy, newer, num_rows=2) == 0.0
         assert largest_difference(policy, requests, num_rows=1) > 0.0
     finally:
-        sampler.engine.stop()
+        sampler.engine.thread.stop()
 
 
 def test_ordinary_operations_differ(checkpoint: Path) -> None:
@@ -171,6 +171,6 @@ def test_ordinary_operations_differ(checkpoint: Path) -> None:
         requests = sampler.mixed()
         wait(requests)
     finally:
-        sampler.engine.stop()
+        sampler.engine.thread.stop()
     difference = largest_difference(trainer_policy(checkpoint, torch.float32, is_batch_invariant=False), requests)
     assert 0.0 < difference < 1e-4

@@ -37,9 +37,9 @@ def engine(checkpoint):
         on_ended=lambda requests: [request.waiter.set_result(request) for request in requests] and None,
         on_failure=lambda: None,
     )
-    engine.start()
+    engine.thread.start()
     yield engine
-    engine.stop()
+    engine.thread.stop()
 
 
 def submit(engine: EmbeddedEngine, ids: list[int], images: tuple[PromptImage, ...], *, seed: int = 0, **body) -> Request:
@@ -93,7 +93,7 @@ def test_logprobs_equal_the_models_own_forward(checkpoint, engine):
     for request in requests:
         request.waiter.result(timeout=60)
         np.testing.assert_allclose(request.logprobs, own_logprobs(checkpoint, engine, request), atol=TOLERANCE)
-    is_copied = engine.model.cache_shape.recurrent is None
+    is_copied = not engine.model.cache_shape.recurrent.layers
     assert requests[2].cached_tokens == (len(requests[2].input_ids) - 1 if is_copied else 0)
     assert requests[1].cached_tokens == 0, "another image"
 

@@ -103,9 +103,6 @@ def attend(
 
     Returns:
         [1, N, H, Dv] and no attention weights
-
-    Raises:
-        EngineError: the layer passes an argument of `UNSUPPORTED`, or no `attention_plan`
     """
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:

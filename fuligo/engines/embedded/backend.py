@@ -63,10 +63,7 @@ class EmbeddedBackend:
         return LaunchedEngines(group)
 
     def engine_format(self, config: Config) -> EngineFormat:
-        """Return a format without MTP layers, which transformers' models lack, and without quantization.
-
-        Raises ConfigError if the engine cannot serve `--hf-checkpoint`.
-        """
+        """Return a format without MTP layers, which transformers' models lack, and without quantization."""
         from fuligo.engines.embedded.attention import SGLANG_INSTEAD
         from fuligo.engines.embedded.model import servable_config
 

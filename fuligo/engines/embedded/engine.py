@@ -29,18 +29,15 @@ class EngineThread:
     def __init__(self) -> None:
         self.wake = threading.Condition()
         """Condition that guards the engines' queues of requests and commands; notified when there is work."""
-        self._engines: list[EmbeddedEngine] = []
+        self.engines: list[EmbeddedEngine] = []
+        """Engines that the thread steps; complete before `start`."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def add(self, engine: EmbeddedEngine) -> None:
-        """Add an engine for the thread to step; call before `start`."""
-        self._engines.append(engine)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float) -> None:
+    def stop(self, timeout_s: float = 10.0) -> None:
         with self.wake:
             self._stopping = True
             self.wake.notify()
@@ -48,13 +45,13 @@ class EngineThread:
 
     def _run(self) -> None:
         while self._wait_for_work():
-            for engine in self._engines:
+            for engine in self.engines:
                 engine.take_turn()
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is work; return False if the thread is to stop."""
         with self.wake:
-            while not (self._stopping or any(engine.has_work() for engine in self._engines)):
+            while not (self._stopping or any(engine.has_work() for engine in self.engines)):
                 self.wake.wait()
             return not self._stopping
 
@@ -119,17 +116,9 @@ class EmbeddedEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._paused = False
         self._released = False
-        self._thread = EngineThread() if thread is None else thread
-        self._thread.add(self)
-        self._wake = self._thread.wake
-
-    def start(self) -> None:
-        """Start the engine's thread, for all engines that share it."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop the engine's thread, for all engines that share it."""
-        self._thread.stop(timeout_s)
+        self.thread = EngineThread() if thread is None else thread
+        self.thread.engines.append(self)
+        self._wake = self.thread.wake
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises EngineError if it exceeds the model's context or the KV cache, or the engine has failed."""
@@ -185,10 +174,7 @@ class EmbeddedEngine:
 
     @command
     def flush_cache(self) -> None:
-        """Drop all keys and values. Requests that were paused in place return to the queue and are prefilled again.
-
-        Raises EngineError if requests run and the engine is not paused.
-        """
+        """Drop all keys and values. Requests that were paused in place return to the queue and are prefilled again."""
         if self._scheduler.num_running and not self._paused:
             raise EngineError("cannot flush the cache while requests run; pause the engine first")
         self._scheduler.retract()
@@ -198,10 +184,6 @@ class EmbeddedEngine:
         """Load the bucket of tensors, or the directory, that `load` returns.
 
         Without `flush`, requests that were paused in place keep the keys and values that the old weights computed.
-
-        Raises:
-            EngineError: requests run and the engine is not paused
-            WeightSyncError: the weights are not those of the model, or cannot be read
         """
         if abort_all:
             self._end(self._scheduler.abort(lambda _: True, "aborted by an update of weights"))
@@ -223,10 +205,7 @@ class EmbeddedEngine:
 
     @command
     def release_memory(self) -> None:
-        """Free the KV pools and move the weights off a GPU. Requests wait until `resume_memory`.
-
-        Raises EngineError if requests run.
-        """
+        """Free the KV pools and move the weights off a GPU. Requests wait until `resume_memory`."""
         if self._scheduler.num_running:
             raise EngineError("cannot release memory while requests run; abort or retract them first")
         self._released = True

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
 from starlette.requests import Request as HttpRequest
 
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams, trim
+from fuligo.engines.http_access import unless_gone
 from fuligo.engines.image_data import decoded_images
+from fuligo.engines.openai_format import json_object
 from fuligo.errors import DataError
 from fuligo.models.vision.placing import completed, place_images
 from fuligo.models.vision.processor import TokenGrid, image_digest
@@ -42,12 +43,7 @@ def parse_requests(raw: bytes, model: EngineModel, new_waiter: Callable[[], Any]
 
     `new_waiter`: makes the `waiter` of a request. Raises ValueError if the body is malformed, or the model cannot answer it.
     """
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ValueError("the body must be a JSON object")
+    body = json_object(raw)
     for name in body.keys() - HARMLESS - set(PER_REQUEST):
         if name not in NEUTRAL:
             raise ValueError(f"unknown field {name}; remove it")
@@ -99,10 +95,7 @@ def _request(
 
 
 def _placed(ids: list[int], images: Sequence[bytes], model: EngineModel) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Return the ids with all tokens of the images, and the images with the positions of these tokens.
-
-    Raises ValueError if the model takes no images, or the images do not match the ids.
-    """
+    """Return the ids with all tokens of the images, and the images with the positions of these tokens."""
     if not images:
         return ids, ()
     if model.vision is None or model.image_token_id is None:
@@ -130,18 +123,14 @@ def _sampling(params: Any, num_tokens: int, score_start: int | None) -> Sampling
 
 async def ended_while_connected(http: HttpRequest, requests: Sequence[Request], engine: EmbeddedEngine) -> bool:
     """Wait until all requests have ended, and return True; if their client disconnects first, abort them and return False."""
-    ended, disconnect = asyncio.gather(*(request.waiter for request in requests)), asyncio.ensure_future(http.receive())
-    try:
-        await asyncio.wait((ended, disconnect), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        disconnect.cancel()
-    if not ended.done():
-        engine.abort(requests.__contains__)
-    return ended.done()
+    if await unless_gone(http, asyncio.wait([request.waiter for request in requests])) is not None:
+        return True
+    engine.abort(requests.__contains__)
+    return False
 
 
-def answer(request: Request, model: EngineModel, started: float) -> dict[str, Any]:
-    """Return SGLang's JSON object for an ended request. `started`: `time.perf_counter()` when the request arrived."""
+def answer(request: Request, model: EngineModel) -> dict[str, Any]:
+    """Return SGLang's JSON object for an ended request."""
     assert request.finish_reason is not None
     text = "" if model.tokenizer is None else str(model.tokenizer.decode(request.output_ids, skip_special_tokens=True))
     matched = request.finish_reason.get("matched")
@@ -152,7 +141,7 @@ def answer(request: Request, model: EngineModel, started: float) -> dict[str, An
         "completion_tokens": len(request.output_ids),
         "cached_tokens": request.cached_tokens,
         "weight_version": str(request.weight_version),
-        "e2e_latency": time.perf_counter() - started,
+        "e2e_latency": time.perf_counter() - request.arrived_s,
         "output_token_logprobs": [(logprob, token, None) for logprob, token in zip(request.logprobs, request.output_ids)],
     }
     if request.score_start is not None:

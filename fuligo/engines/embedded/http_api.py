@@ -2,13 +2,12 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
 from fuligo.engines.embedded.openai_api import OpenAiApi
 from fuligo.engines.embedded.request import Request
-from fuligo.engines.openai_format import json_response
+from fuligo.engines.openai_format import json_object, json_response
 from fuligo.errors import EngineError, FuligoError
 from fuligo.formats.payload import decode_named_tensors
 
@@ -55,6 +54,7 @@ class Api:
         return route
 
     def _others(self) -> Starlette:
+        engine = self._engine
         reads: dict[str, Handler] = {
             "/model_info": self.model_info,
             "/get_model_info": self.model_info,
@@ -65,24 +65,24 @@ class Api:
         writes: dict[str, Handler] = {
             "/abort_request": self.abort,
             "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/flush_cache": self.flush_cache,
+            "/continue_generation": lambda _: _done(engine.resume(), message="Generation continued successfully.", status="ok"),
+            "/flush_cache": lambda _: _done(engine.flush_cache(), message="Cache flushed.", success=True),
             "/update_weights_from_disk": self.update_from_disk,
             "/update_weights_from_tensor": self.update_from_tensor,
             "/weights_checker": self.check_weights,
-            "/release_memory_occupation": self.release_memory,
-            "/resume_memory_occupation": self.resume_memory,
+            "/release_memory_occupation": lambda _: _done(engine.release_memory()),
+            "/resume_memory_occupation": lambda _: _done(engine.resume_memory()),
             "/init_weights_update_group": self.no_process_group,
             "/update_weights_from_distributed": self.no_process_group,
             "/destroy_weights_update_group": self.no_process_group,
         }
-        openai = OpenAiApi(self._engine)
+        openai = OpenAiApi(engine)
         return Starlette(
             routes=[
                 *(Route(path, self.health, methods=["GET"]) for path in ("/health", "/health_generate")),
                 Route("/v1/models", openai.models, methods=["GET"]),
-                Route("/v1/chat/completions", openai.chat, methods=["POST"]),
-                Route("/v1/completions", openai.text, methods=["POST"]),
+                Route("/v1/chat/completions", partial(openai.complete, is_chat=True), methods=["POST"]),
+                Route("/v1/completions", partial(openai.complete, is_chat=False), methods=["POST"]),
                 *(Route(path, _endpoint(handler), methods=["GET"]) for path, handler in reads.items()),
                 *(Route(path, _endpoint(handler), methods=["POST"]) for path, handler in writes.items()),
             ]
@@ -90,7 +90,6 @@ class Api:
 
     async def generate(self, http: HttpRequest) -> Response:
         """Answer `/generate`; abort its requests if the client disconnects."""
-        started = time.perf_counter()
         loop, model = asyncio.get_running_loop(), self._engine.model
         requests: list[Request] = []
         try:
@@ -108,7 +107,7 @@ class Api:
             return Response(status_code=499)
         if errors := [request.error for request in requests if request.error]:
             return error_response(500, errors[0])
-        answers = [answer(request, model, started) for request in requests]
+        answers = [answer(request, model) for request in requests]
         return json_response(answers if is_batch else answers[0])
 
     async def health(self, _: HttpRequest) -> Response:
@@ -168,16 +167,7 @@ class Api:
         mode = body.get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
             raise ValueError(f"mode is {mode!r}; it must be abort, retract or in_place")
-        await _done(self._engine.pause(mode))
-        return {"message": "Generation paused successfully.", "status": "ok"}
-
-    async def resume(self, _: dict[str, Any]) -> Any:
-        await _done(self._engine.resume())
-        return {"message": "Generation continued successfully.", "status": "ok"}
-
-    async def flush_cache(self, _: dict[str, Any]) -> Any:
-        await _done(self._engine.flush_cache())
-        return {"message": "Cache flushed.", "success": True}
+        return await _done(self._engine.pause(mode), message="Generation paused successfully.", status="ok")
 
     async def update_from_disk(self, body: dict[str, Any]) -> Any:
         path = body.get("model_path")
@@ -224,14 +214,8 @@ class Api:
     async def check_weights(self, body: dict[str, Any]) -> Any:
         if body.get("action") != "checksum":
             raise ValueError(f"action is {body.get('action')!r}; the embedded engine supports checksum only")
-        digest = await _done(self._engine.checksum())
+        digest = await asyncio.wrap_future(self._engine.checksum())
         return {"success": True, "message": "", **digest._asdict()}
-
-    async def release_memory(self, _: dict[str, Any]) -> Any:
-        await _done(self._engine.release_memory())
-
-    async def resume_memory(self, _: dict[str, Any]) -> Any:
-        await _done(self._engine.resume_memory())
 
     async def no_process_group(self, _: dict[str, Any]) -> NoReturn:
         raise Unsupported(
@@ -254,10 +238,7 @@ def _endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def endpoint(http: HttpRequest) -> Response:
         try:
             raw = await http.body()
-            body = orjson.loads(raw) if raw else {}
-            if not isinstance(body, dict):
-                raise ValueError("the body must be a JSON object")
-            return json_response(await handler(body))
+            return json_response(await handler(json_object(raw) if raw else {}))
         except Unsupported as error:
             return error_response(501, str(error))
         except (ValueError, FuligoError) as error:
@@ -266,8 +247,10 @@ def _endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
     return endpoint
 
 
-async def _done(future: Future[Any]) -> Any:
-    return await asyncio.wrap_future(future)
+async def _done(command: Future[Any], **answer: Any) -> dict[str, Any] | None:
+    """Return the answer once the engine has run the command."""
+    await asyncio.wrap_future(command)
+    return answer or None
 
 
 def error_response(status: int, message: str) -> Response:

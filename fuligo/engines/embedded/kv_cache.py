@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fuligo.engines.embedded.recurrent_state import RecurrentRows, RecurrentShape
 from fuligo.engines.embedded.request import Request
 
 SMALLEST_CLASS = 32
@@ -36,18 +35,27 @@ class LayerShape(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
+class RecurrentShape:
+    """Shape of the states of linear attention layers, per request: the last inputs of the convolution, and a matrix per head."""
+
+    layers: tuple[int, ...] = ()
+    """Numbers of these layers, among all layers of the model."""
+    num_channels: int = 0
+    num_inputs: int = 0
+    """Earlier inputs that the convolution reads: its width - 1."""
+    num_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
+@dataclass(slots=True, frozen=True)
 class CacheShape:
-    """Shape of the keys and values that a model keeps per token."""
+    """Shape of the keys and values that a model keeps per token, and of the states that it keeps per request."""
 
     layers: tuple[int, ...]
     """Numbers of the layers that have keys and values, among all layers of the model."""
     shapes: tuple[LayerShape, ...]
-    recurrent: RecurrentShape | None = None
-    """Shape of the states of linear attention layers; None: the model has no such layers."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
+    recurrent: RecurrentShape = RecurrentShape()
 
     @property
     def num_blocks(self) -> int:
@@ -61,11 +69,11 @@ class CacheShape:
         return max(heads // self.num_blocks * max(key_dim, value_dim) for heads, key_dim, value_dim in self.shapes)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_blocks * self.block_width * dtype.itemsize
+        return 2 * len(self.layers) * self.num_blocks * self.block_width * dtype.itemsize
 
 
 class KVPool:
-    """Rows of equal capacity, in one tensor that grows with their number and never shrinks.
+    """Rows of equal capacity, in tensors that grow with their number and never shrink.
 
     The tokens of a head lie next to each other, so that decoding reads memory in order. With the heads of a token next to each other,
     decoding took 2.6 times as long on an AMD EPYC (256 rows of 250 tokens, heads of 32 elements).
@@ -76,9 +84,13 @@ class KVPool:
         self.capacity = capacity
         self.requests: list[Request] = []
         """Request that owns each row."""
-        self.store = torch.empty(2 * shape.num_layers, 0, shape.num_blocks, capacity, shape.block_width, dtype=dtype, device=device)
+        self.store = torch.empty(2 * len(shape.layers), 0, shape.num_blocks, capacity, shape.block_width, dtype=dtype, device=device)
         """Keys and values: [2 * layers (keys and values alternate), rows, blocks, capacity, width of a block]"""
-        self.recurrent = None if shape.recurrent is None else RecurrentRows(shape.recurrent, dtype, device)
+        linear = shape.recurrent
+        self.windows = torch.zeros(len(linear.layers), 0, linear.num_channels, linear.num_inputs, dtype=dtype, device=device)
+        """Latest inputs of the convolutions: [layers, rows, C, inputs]"""
+        self.states = torch.zeros(len(linear.layers), 0, linear.num_heads, linear.key_dim, linear.value_dim, device=device)
+        """Recurrent states: [layers, rows, H, Dk, Dv] float32"""
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return a view [rows, Hkv, capacity, Dk] of a layer's keys."""
@@ -91,6 +103,14 @@ class KVPool:
         index = self.shape.layers.index(layer)
         heads, _, value_dim = self.shape.shapes[index]
         return self._by_head(2 * index + 1, heads, value_dim)
+
+    def window(self, layer: int) -> torch.Tensor:
+        """Return a view [rows, C, inputs] of a layer's convolution inputs."""
+        return self.windows[self.shape.recurrent.layers.index(layer)]
+
+    def state(self, layer: int) -> torch.Tensor:
+        """Return a view [rows, H, Dk, Dv] of a layer's states."""
+        return self.states[self.shape.recurrent.layers.index(layer)]
 
     def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slots [N * blocks] to which `write` writes the tokens at `positions` [N] of `rows` [N]."""
@@ -107,7 +127,10 @@ class KVPool:
     def append(self, request: Request) -> None:
         request.pool_capacity, request.row = self.capacity, len(self.requests)
         self.requests.append(request)
-        self._make_room(len(self.requests))
+        num_rows, held = len(self.requests), self.store.shape[1]
+        if num_rows > held:
+            room = max(MIN_ROWS, num_rows, 2 * held)
+            self.store, self.windows, self.states = (_grown(rows, room) for rows in (self.store, self.windows, self.states))
 
     def remove(self, requests: Sequence[Request]) -> None:
         """Free the rows of `requests`; the last rows move into the holes."""
@@ -118,8 +141,7 @@ class KVPool:
         if movers:
             length = max(self.requests[row].num_tokens for row in movers)
             self.store[:, holes, :, :length] = self.store[:, movers, :, :length]
-            if self.recurrent is not None:
-                self.recurrent.move(movers, holes)
+            self.windows[:, holes], self.states[:, holes] = self.windows[:, movers], self.states[:, movers]
         for hole, mover in zip(holes, movers):
             self.requests[hole] = self.requests[mover]
             self.requests[hole].row = hole
@@ -130,24 +152,9 @@ class KVPool:
             return self.store[index, ..., :dim]
         return self.store[index, :, 0, :, : num_heads * dim].unflatten(-1, (num_heads, dim)).transpose(1, 2)
 
-    def _make_room(self, num_rows: int) -> None:
-        if self.recurrent is not None:
-            self.recurrent.make_room(num_rows)
-        held = self.store.shape[1]
-        if num_rows <= held:
-            return
-        layers, _, *rest = self.store.shape
-        grown = self.store.new_zeros(layers, max(MIN_ROWS, num_rows, 2 * held), *rest)
-        grown[:, :held] = self.store
-        self.store = grown
-
 
 class KVCache:
-    """Pools of all length classes.
-
-    Args:
-        max_total_tokens: limit of `reserved_tokens`; it does not limit the memory allocated
-    """
+    """Pools of all length classes. `max_total_tokens` limits `reserved_tokens`, not the memory that is allocated."""
 
     def __init__(self, shape: CacheShape, max_total_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -201,22 +208,21 @@ class KVCache:
             rows = [request.row for request in outgrown]
             longer = self._pool(2 * pool.capacity)
             first = len(longer.requests)
-            kept, states = pool.store[:, rows], None if pool.recurrent is None else pool.recurrent.take(rows)
+            last = first + len(rows)
+            kept, windows, states = pool.store[:, rows], pool.windows[:, rows], pool.states[:, rows]
             pool.remove(outgrown)
             for request in outgrown:
                 longer.append(request)
-            longer.store[:, first : first + len(rows), :, : pool.capacity] = kept
-            if states is not None and longer.recurrent is not None:
-                longer.recurrent.put(states, range(first, first + len(rows)))
+            longer.store[:, first:last, :, : pool.capacity] = kept
+            longer.windows[:, first:last], longer.states[:, first:last] = windows, states
             if not pool.requests and pool.store.nbytes > KEPT_BYTES:
                 del self._pools[pool.capacity]
 
     def scrub(self) -> None:
         """Zero all values that are not finite: a masked key has weight 0, but 0 times infinity is not 0 in reused rows."""
         for pool in self._pools.values():
-            pool.store.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            if pool.recurrent is not None:
-                pool.recurrent.scrub()
+            for rows in (pool.store, pool.windows, pool.states):
+                rows.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def release(self) -> None:
         """Free the memory of all pools; no request may be running."""
@@ -235,3 +241,10 @@ class KVCache:
             groups.setdefault(request.pool_capacity, []).append(request)
         for capacity, group in groups.items():
             yield self._pools[capacity], group
+
+
+def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return a copy with zeros up to `num_rows` on axis 1."""
+    grown = rows.new_zeros(rows.shape[0], num_rows, *rows.shape[2:])
+    grown[:, : rows.shape[1]] = rows
+    return grown

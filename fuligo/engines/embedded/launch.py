@@ -53,6 +53,7 @@ class EmbeddedEngineSettings:
 
     def arguments(self) -> list[str]:
         """Return the arguments of the `fuligo serve` process that the run starts."""
+        shapes = {name: shape.to_json() for name, shape in self.shapes_of_runs.items()}
         given = {
             "--model-path": self.model_path,
             "--port": 0,
@@ -64,9 +65,7 @@ class EmbeddedEngineSettings:
             "--adapter": self.adapter if isinstance(self.adapter, Path) else None,
             "--adapter-shape": self.adapter.to_json() if isinstance(self.adapter, AdapterConfig) else None,
             "--ready-file": self.ready_file,
-            "--shapes-of-runs": json.dumps({name: shape.to_json() for name, shape in self.shapes_of_runs.items()})
-            if self.shapes_of_runs
-            else None,
+            "--shapes-of-runs": json.dumps(shapes) if shapes else None,
         }
         switches = ["--trust-remote-code"] if self.trust_remote_code else []
         switches += ["--batch-invariant"] if self.is_batch_invariant else []
@@ -78,13 +77,13 @@ def run_path(name: str) -> str:
     return f"/runs/{name}"
 
 
+@dataclass(slots=True, frozen=True)
 class EmbeddedEngineProcess:
     """Running engine process. It also ends when this process is killed."""
 
-    def __init__(self, process: LoggedProcess, url: str, keys: EngineKeys) -> None:
-        self.process = process
-        self.url = url
-        self.keys = keys
+    process: LoggedProcess
+    url: str
+    keys: EngineKeys
 
     async def check_alive(self) -> None:
         """Check that the process is running. Raises EngineError with the last lines of its log if it has ended."""
@@ -100,10 +99,7 @@ class EmbeddedEngineProcess:
 
 
 async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEngineProcess:
-    """Start an engine on a free port of this machine; return when it accepts requests.
-
-    Raises EngineError if it ended, or was not ready before the deadline, with the last lines of its log.
-    """
+    """Start an engine on a free port of this machine; return when it accepts requests. Raises EngineError if it did not start."""
     assert settings.log_file is not None
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     with private_directory("fuligo-embedded-") as directory:

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuligo.engines.embedded.attention import AttentionPlan, Segment
-from fuligo.engines.embedded.recurrent_state import RecurrentRows, RecurrentShape
+from fuligo.engines.embedded.kv_cache import RecurrentShape
 from fuligo.models.gated_delta import gated_delta_modules, packed_convolution, rule_by_runs, sequence_ids
 
 
-def keep_states(model: nn.Module) -> RecurrentShape | None:
-    """Make linear attention layers keep a state per request; return the shape of the states, or None if there are no such layers."""
+def keep_states(model: nn.Module) -> RecurrentShape:
+    """Make linear attention layers keep a state per request; return the shape of the states."""
     layers = [StatefulLayer(module) for module in gated_delta_modules(model)]
     if not layers:
-        return None
+        return RecurrentShape()
     module = layers[0].module
     return RecurrentShape(
         layers=tuple(layer.number for layer in layers),
@@ -53,13 +53,13 @@ class StatefulLayer:
         if plan.cu_seqlens is not None:
             for segment in plan.segments:
                 starts, ends, rows = _sequences(plan.cu_seqlens, segment)
-                self._rows(segment).window(self.number)[rows] = last_inputs(x[0], starts, ends, weight.size(1) - 1)
+                segment.pool.window(self.number)[rows] = last_inputs(x[0], starts, ends, weight.size(1) - 1)
             return packed_convolution(x, weight, bias, activation, sequence_ids(tuple(plan.cu_seqlens), x.device))
         return torch.cat([self._convolve_newest(x[0, :, s.start : s.end], weight, bias, s) for s in plan.segments]).t()[None]
 
     def _convolve_newest(self, x: Tensor, weight: Tensor, bias: Tensor | None, segment: Segment) -> Tensor:
         """Convolve one input [C, n] of each row with the row's earlier inputs, and keep it; return [n, C]."""
-        before = self._rows(segment).window(self.number)[: x.size(1)]
+        before = segment.pool.window(self.number)[: x.size(1)]
         inputs = torch.cat([before, x.t()[..., None]], -1)
         before.copy_(inputs[..., 1:])
         out = (inputs * weight).sum(-1)
@@ -79,22 +79,17 @@ class StatefulLayer:
                 assert states is not None, "requested with output_final_state"
                 first, last = (plan.cu_seqlens.index(border) for border in (segment.start, segment.end))
                 _, _, rows = _sequences(plan.cu_seqlens, segment)
-                self._rows(segment).state(self.number)[rows] = states[first:last].float()
+                segment.pool.state(self.number)[rows] = states[first:last].float()
             return out, None
         return torch.cat([self._recur_once([x[0, s.start : s.end, None] for x in inputs], s, **given) for s in plan.segments], 1), None
 
     def _recur_once(self, inputs: Sequence[Tensor], segment: Segment, **options: Any) -> Tensor:
         """Apply the rule to one token of each row [n, 1, ...], and keep the new states; return [1, n, H, Dv]."""
         query, key, value, g, beta = inputs
-        before = self._rows(segment).state(self.number)[: len(query)]
+        before = segment.pool.state(self.number)[: len(query)]
         out, after = self._step(query, key, value, g=g, beta=beta, initial_state=before, output_final_state=True, **options)
         before.copy_(after)
         return out.transpose(0, 1)
-
-    def _rows(self, segment: Segment) -> RecurrentRows:
-        rows = segment.pool.recurrent
-        assert rows is not None, "the pools of a model with linear attention have states"
-        return rows
 
 
 def last_inputs(x: Tensor, starts: Tensor, ends: Tensor, number: int) -> Tensor:

@@ -52,14 +52,7 @@ BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class EngineModel:
-    """Model with its tokenizer.
-
-    Raises:
-        ConfigError: the directory is not a Hugging Face checkpoint of a causal language model, or the model lacks a layer that the
-            adapter's shape names
-        CheckpointError: the adapter's directory is damaged, or the adapter does not fit the model
-        EngineError: the embedded engine does not support this architecture
-    """
+    """Model with its tokenizer."""
 
     def __init__(
         self,
@@ -72,12 +65,10 @@ class EngineModel:
         is_batch_invariant: bool = False,
         base: SharedBase | None = None,
     ) -> None:
-        """Load the model.
+        """Load the model. Raises ConfigError or CheckpointError if files are unusable, and EngineError if the engine cannot serve it.
 
         Args:
-            path: Hugging Face directory
             trusts_tokenizer: run Python code of the tokenizer in the directory
-            adapter: LoRA adapter to apply
             is_batch_invariant: compute log-probabilities that depend, bit for bit, only on a request's own tokens
             base: base weights to share with other models of the directory
         """
@@ -130,20 +121,17 @@ class EngineModel:
         keep: torch.Tensor | None = None,
         images: RowImages | None = None,
     ) -> torch.Tensor:
-        """Compute the logits of a flat batch.
+        """Compute the logits [N or S, V] of a flat batch.
 
         Args:
             input_ids: [N]
             positions: [N] position of each token in its sequence, or [3, N] rotary positions if there are images
             keep: [S] tokens whose logits are returned; None: all
             images: images of the batch; None if there are none
-
-        Returns:
-            [N or S, V]
         """
         plan.is_batch_invariant = self._invariant is not None
         kwargs: dict[str, Any] = {"attention_plan": plan}
-        if self._recurrent is not None:
+        if self._recurrent.layers:
             kwargs |= {"seq_idx": plan, "cu_seq_lens_q": plan}  # transformers passes these arguments to linear attention
         if has_tower(self.module.config):
             return self._whole_forward(input_ids, positions, keep, images, kwargs)
@@ -201,7 +189,7 @@ class EngineModel:
                 f"cannot serve {self.path} ({type(self.module).__name__}): log-probabilities with the embedded engine's "
                 f"attention differ from those with the model's own by {difference:.2g} on average; {SGLANG_INSTEAD}"
             )
-        layers = [*plan.seen, *(self._recurrent.layers if self._recurrent is not None else ())]
+        layers = [*plan.seen, *self._recurrent.layers]
         if not plan.seen or sorted(layers) != list(range(len(layers))):
             raise EngineError(
                 f"cannot serve {self.path} ({type(self.module).__name__}): each layer's attention must go through "
@@ -223,10 +211,7 @@ def ordinary_log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def servable_config(path: str) -> Any:
-    """Return the config of a checkpoint that the embedded engine can serve, as transformers reads it.
-
-    Raises ConfigError if there is no config, or transformers does not know the model, and EngineError if the engine cannot serve the model.
-    """
+    """Return the config of a checkpoint, as transformers reads it. Raises EngineError if the embedded engine cannot serve the model."""
     config = load_config(path)
     if has_unknown_tower(config):
         raise EngineError(f"cannot serve {path} ({config.model_type}): {LANGUAGE_MODEL_ALONE}")
@@ -248,11 +233,7 @@ def servable_config(path: str) -> Any:
 
 
 def _add_adapter(module: Any, source: AdapterSource, dtype: torch.dtype) -> None:
-    """Add an adapter to the model.
-
-    Raises CheckpointError if the directory is damaged, or the adapter does not fit the model, and ConfigError if the model lacks a layer
-    that the shape adapts.
-    """
+    """Add an adapter to the model. Raises CheckpointError if it does not fit, and ConfigError if the model lacks a layer of the shape."""
     if isinstance(source, AdapterConfig):
         add_adapter(module, source, seed=0)
     else:

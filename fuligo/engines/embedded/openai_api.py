@@ -1,7 +1,6 @@
 """OpenAI's chat and text completions on the embedded engine, whole or as server-sent events."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -40,13 +39,8 @@ class OpenAiApi:
         model = {"id": self._engine.model.path, "object": "model", "owned_by": "fuligo", "max_model_len": self._engine.model.context_length}
         return json_response({"object": "list", "data": [model]})
 
-    async def chat(self, http: HttpRequest) -> Response:
-        return await self._complete(http, is_chat=True)
-
-    async def text(self, http: HttpRequest) -> Response:
-        return await self._complete(http, is_chat=False)
-
-    async def _complete(self, http: HttpRequest, *, is_chat: bool) -> Response:
+    async def complete(self, http: HttpRequest, *, is_chat: bool) -> Response:
+        """Answer `/v1/chat/completions`, or `/v1/completions`."""
         requests: list[Request] = []
         try:
             body = parse_body(await http.body())
@@ -64,13 +58,19 @@ class OpenAiApi:
             longest_stop = max((len(stop) for request in requests for stop in request.params.stop), default=0)
             events = self._events(requests, fields, is_chat=is_chat, with_usage=with_usage, held_back=max(0, longest_stop - 1))
             return StreamingResponse(events, media_type="text/event-stream")
-        return await self._whole(http, requests, fields, is_chat=is_chat)
+        if not await ended_while_connected(http, requests, self._engine):
+            return Response(status_code=499)
+        if errors := [request.error for request in requests if request.error]:
+            return json_response(error_content(errors[0], "server_error"), 500)
+        choices = []
+        for index, request in enumerate(requests):
+            text = answer(request, self._engine.model)["text"]
+            content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            choices.append({"index": index, **content, "logprobs": None, "finish_reason": _reason(request)})
+        return json_response({**fields, "choices": choices, "usage": _usage(requests)})
 
     def _generate_body(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-        """Convert a body to the body of the engine's `/generate`.
-
-        Raises ValueError, DataError or ConfigError if the body is malformed, or requests something that the engine does not support.
-        """
+        """Convert a body to the body of `/generate`. Raises ValueError, DataError or ConfigError if that is not possible."""
         for name, value in body.items():
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
                 raise ValueError(f"{name}={value!r:.50} is not supported by the embedded engine; remove it")
@@ -105,20 +105,6 @@ class OpenAiApi:
             raise ValueError(f"prompt must be text or a list of token ids, not {prompt!r:.50}")
         return plain_ids(tokenizer, prompt)
 
-    async def _whole(self, http: HttpRequest, requests: list[Request], fields: dict[str, Any], *, is_chat: bool) -> Response:
-        """Wait for all answers and return them in one response; abort the requests if the client disconnects."""
-        started = time.perf_counter()
-        if not await ended_while_connected(http, requests, self._engine):
-            return Response(status_code=499)
-        if errors := [request.error for request in requests if request.error]:
-            return json_response(error_content(errors[0], "server_error"), 500)
-        choices = []
-        for index, request in enumerate(requests):
-            text = answer(request, self._engine.model, started)["text"]
-            content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": _reason(request)})
-        return json_response({**fields, "choices": choices, "usage": _usage(requests)})
-
     async def _events(
         self, requests: list[Request], fields: dict[str, Any], *, is_chat: bool, with_usage: bool, held_back: int
     ) -> AsyncIterator[bytes]:
@@ -130,7 +116,6 @@ class OpenAiApi:
         sent = [""] * len(requests)
         texts = [TextStream(self._engine.model.tokenizer) for _ in requests]
         open_ones = set(range(len(requests)))
-        started = time.perf_counter()
         try:
             if is_chat:
                 for index in sorted(open_ones):
@@ -142,7 +127,7 @@ class OpenAiApi:
                     if request.error:
                         yield event(error_content(request.error, "server_error"))
                         return
-                    whole = answer(request, self._engine.model, started)["text"] if done else texts[index].read(request.output_ids)
+                    whole = answer(request, self._engine.model)["text"] if done else texts[index].read(request.output_ids)
                     whole = whole if done else whole[: max(0, len(whole) - held_back)]
                     new, sent[index] = whole[len(sent[index]) :], max(sent[index], whole, key=len)
                     if new or done:

@@ -1,5 +1,6 @@
 """State of one request in the embedded engine: its parameters, and the tokens that have been sampled so far."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ class Request:
     priority: int = 0
     arrival: int = 0
     """Index of the request among all that the engine received."""
+    arrived_s: float = field(default_factory=time.perf_counter)
+    """`time.perf_counter()` at the arrival."""
     waiter: Any = None
     """Future that the caller awaits; the engine does not touch it."""
 

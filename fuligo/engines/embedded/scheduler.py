@@ -220,9 +220,7 @@ class Scheduler:
     def _admit(self) -> tuple[list[Request], list[Request]]:
         """Start waiting requests while there is room.
 
-        Returns:
-            Requests that need a prefill, and requests that copy the keys and values of their prompt from another request, which has them
-            cached or is about to be prefilled.
+        Return those that need a prefill, and those that copy the keys and values of their prompt from another, cached or prefilled first.
         """
         fresh: list[Request] = []
         copies: list[Request] = []
@@ -233,7 +231,7 @@ class Scheduler:
             self.cache.add(request)
             self._batch = None
             # Linear attention keeps only its newest state, not the one before the prompt's last token that a copy would start from.
-            if request.output_ids or self.cache.shape.recurrent is not None:
+            if request.output_ids or self.cache.shape.recurrent.layers:
                 fresh.append(request)
                 continue
             sharing = self._by_prompt.setdefault(request.prompt_key, [])

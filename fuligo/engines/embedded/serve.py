@@ -8,12 +8,10 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
-import uvicorn
 import uvloop
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -25,8 +23,9 @@ from fuligo.engines.embedded.kv_cache import length_class
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, run_path
 from fuligo.engines.embedded.model import DTYPES, EngineModel
 from fuligo.engines.host import endpoint
-from fuligo.engines.http_access import Connection, QuietServer, Strangers, admit, is_foreign, own_names, renew
+from fuligo.engines.http_access import QuietServer, Strangers, admit, is_foreign, own_names, renew
 from fuligo.errors import ConfigError
+from fuligo.formats.disk import replace_text
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.private import scratch_root
 from fuligo.limits import available_memory_bytes, num_cores, raise_open_files
@@ -35,9 +34,7 @@ from fuligo.models.adapter import SharedBase
 logger = logging.getLogger(__name__)
 GIL_SWITCH_S = 2e-4
 """Switch interval of the GIL, which the compute thread takes once per operation; at Python's 5 ms a busy event loop would stall it."""
-KEEP_ALIVE_S = 600
 SHUTDOWN_S = 5
-STOP_S = 10.0
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.4}
 """Fraction of the free memory that running requests may use; the rest covers unused rows of pools that requests have outgrown."""
 
@@ -62,13 +59,19 @@ async def _serve(settings: EmbeddedEngineSettings, models: Sequence[EngineModel]
     stop = asyncio.Event()
     max_running, thread = settings.max_running_requests, EngineThread()
     max_total_tokens = settings.max_total_tokens or affordable_tokens(models[0], max_running, num_engines=len(models))
+
+    def after_failure() -> None:
+        """Stop serving once all engines have failed: the failure of one run's engine does not end the others."""
+        if all(engine.failure is not None for engine in engines):
+            stop.set()
+
     engines = [
         EmbeddedEngine(
             model,
             max_running_requests=max_running,
             max_total_tokens=max_total_tokens,
             on_ended=wake,
-            on_failure=lambda: loop.call_soon_threadsafe(_after_failure, engines, stop),
+            on_failure=lambda: loop.call_soon_threadsafe(after_failure),
             thread=thread,
         )
         for model in models
@@ -76,43 +79,20 @@ async def _serve(settings: EmbeddedEngineSettings, models: Sequence[EngineModel]
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # SIGINT stays ignored in background jobs
         loop.add_signal_handler(signal.SIGINT, stop.set)
-    config = uvicorn.Config(
-        _application(settings, engines),
-        loop="none",
-        http=partial(Connection, Strangers()),  # pyright: ignore[reportArgumentType] - called like a class
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
-    server = QuietServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    serving.add_done_callback(lambda _: server.listening.set())  # do not wait for a server that cannot start
-    await server.listening.wait()
-    if serving.done():
-        await serving
+    server = await QuietServer.start(_application(settings, engines), listener, Strangers(), shutdown_s=SHUTDOWN_S)
     thread.start()
     host, port = listener.getsockname()[:2]
     if settings.ready_file is not None:
-        _write_whole(settings.ready_file, json.dumps({"port": port}))
+        replace_text(settings.ready_file, json.dumps({"port": port}))
     logger.info("serving %s on http://%s", settings.model_path, endpoint(host, port))
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((server.serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     for engine in engines:
         if engine.failure is None:
             await asyncio.wrap_future(engine.pause("abort"))  # requests in flight are answered with their tokens so far
-    server.should_exit = True
-    await serving
-    thread.stop(STOP_S)
+    await server.stop()
+    thread.stop()
     return 1 if any(engine.failure is not None for engine in engines) else 0
-
-
-def _after_failure(engines: Sequence[EmbeddedEngine], stop: asyncio.Event) -> None:
-    """Stop serving once all engines have failed: the failure of one run's engine does not end the others."""
-    if all(engine.failure is not None for engine in engines):
-        stop.set()
 
 
 def _application(settings: EmbeddedEngineSettings, engines: Sequence[EmbeddedEngine]) -> ASGIApp:
@@ -125,11 +105,7 @@ def _application(settings: EmbeddedEngineSettings, engines: Sequence[EmbeddedEng
 
 
 def _load(settings: EmbeddedEngineSettings) -> list[EngineModel]:
-    """Load the model, or one model per run with shared base weights if several runs share the process.
-
-    Raises ConfigError if torch finds no CUDA device for `--device cuda`, or the model cannot be loaded, and EngineError if this engine
-    does not support it.
-    """
+    """Load the model, or one model per run with shared base weights if several runs share the process."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device)
@@ -166,13 +142,6 @@ def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engi
     return min(fitting, max_running_requests * length_class(model.context_length))
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text)
-    unfinished.rename(path)
-
-
 def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
     """Return an application that routes requests by the prefix of their path and removes the prefix."""
 
@@ -189,11 +158,7 @@ def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
 
 
 def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:
-    """Return the application with access control; requests are refused before their body is read.
-
-    Args:
-        host: name or address that the server listens on, as given by the user
-    """
+    """Return the application, which listens on `host`, with access control; requests are refused before their body is read."""
     names = own_names(host)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -29,11 +29,11 @@ def engine(checkpoint: Path) -> EmbeddedEngine:
 
 @pytest.fixture
 async def http(engine: EmbeddedEngine, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    engine.start()
+    engine.thread.start()
     transport = httpx.ASGITransport(Api(engine, [tmp_path]).app())
     async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as client:
         yield client
-    engine.stop()
+    engine.thread.stop()
 
 
 def body(input_ids: Any = (5, 6, 7), **params: Any) -> dict[str, Any]:
@@ -145,11 +145,11 @@ async def test_half_a_question_for_scores_is_refused(http: httpx.AsyncClient, co
 
 async def test_a_request_beyond_the_cache_is_refused(checkpoint: Path, engine_model: EngineModel) -> None:
     small = EmbeddedEngine(engine_model, max_running_requests=4, max_total_tokens=64, on_ended=wake, on_failure=lambda: None)
-    small.start()
+    small.thread.start()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(Api(small, []).app()), base_url="http://engine") as http:
         assert "--max-total-tokens" in await refused(http, "/generate", body(max_new_tokens=100))
         assert len((await post(http, "/generate", body(max_new_tokens=61)))["output_ids"]) == 61
-    small.stop()
+    small.thread.stop()
 
 
 async def test_endpoints_that_make_no_sense_here_say_so(http: httpx.AsyncClient) -> None:

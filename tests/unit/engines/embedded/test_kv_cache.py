@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, KVPool, LayerShape, length_class
-from fuligo.engines.embedded.recurrent_state import RecurrentShape
+from fuligo.engines.embedded.kv_cache import SMALLEST_CLASS, CacheShape, KVCache, KVPool, LayerShape, RecurrentShape, length_class
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams
 
@@ -146,14 +145,13 @@ def test_states_stay_with_their_requests() -> None:
     requests = [request(30) for _ in range(4)]
     for number, each in enumerate(requests, 1):
         cache.add(each)
-        rows = cache.pool_of(each).recurrent
-        assert rows is not None
+        rows = cache.pool_of(each)
         rows.state(1)[each.row], rows.window(1)[each.row] = number, -number
     cache.remove([requests[0], requests[2]])
     for each in (requests[1], requests[3]):
         each.output_ids += [1] * 3
     cache.promote()
     for number, each in ((2, requests[1]), (4, requests[3])):
-        rows = cache.pool_of(each).recurrent
-        assert each.pool_capacity == 64 and rows is not None
+        rows = cache.pool_of(each)
+        assert each.pool_capacity == 64
         assert (rows.state(1)[each.row] == number).all() and (rows.window(1)[each.row] == -number).all()

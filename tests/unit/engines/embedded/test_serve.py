@@ -202,10 +202,10 @@ class TestCommand:
         assert caught.value.code == 2
 
     def test_the_ready_file_holds_the_port(self, process: EmbeddedEngineProcess) -> None:
-        from fuligo.engines.embedded.serve import _write_whole
+        from fuligo.formats.disk import replace_text
 
         target = process.process.log_file.parent / "ready.json"
-        _write_whole(target, json.dumps({"port": 1}))
+        replace_text(target, json.dumps({"port": 1}))
         assert json.loads(target.read_text()) == {"port": 1}
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from fuligo.cluster.connection import connected
 from fuligo.cluster.engines import RemotePart, RemoteServer
@@ -127,14 +126,9 @@ class RayCluster:
 
 
 def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
-    """Check that the host of every rank is still there, since Ray would let actors wait forever for a lost host.
+    """Check that the host of every rank, in order, is one of the `living`: Ray would let actors wait forever for a lost host.
 
-    Args:
-        bundles: bundles of the ranks, in order
-        living: ids of the nodes that are part of the cluster and answer
-
-    Raises:
-        TrainerError: a host is lost
+    Raises TrainerError if a host is lost.
     """
     for rank, bundle in enumerate(bundles):
         if bundle.node_id not in living:
@@ -146,20 +140,11 @@ def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
 
 async def silent_nodes(nodes: Iterable[Node], timeout_s: float = SILENCE_S) -> set[str]:
     """Return the ids of the nodes whose agents do not answer in time; Ray lists a lost host as alive for up to a minute."""
-    distinct = {node.bundle.node_id: node.agent for node in nodes}
-    are_silent = await asyncio.gather(*(_is_silent(agent, timeout_s) for agent in distinct.values()))
-    return {node_id for node_id, is_silent in zip(distinct, are_silent, strict=True) if is_silent}
-
-
-async def _is_silent(agent: Any, timeout_s: float) -> bool:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await agent.gpus.remote()
-    except TimeoutError:
-        return True
-    except RayError:  # the agent has crashed, or Ray already knows that its host is lost
-        return False
-    return False
+    agents = {node.bundle.node_id: node.agent for node in nodes}
+    calls = (asyncio.wait_for(agent.gpus.remote(), timeout_s) for agent in agents.values())
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    # An agent may also have crashed, or Ray may already know that its host is lost.
+    return {node_id for node_id, answer in zip(agents, answers, strict=True) if isinstance(answer, TimeoutError)}
 
 
 async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) -> RayCluster:

@@ -12,22 +12,21 @@ from typing import Any
 import ray
 from ray._private import services
 
-from fuligo.cluster.node import head_command, head_is_open, start_node
+from fuligo.cluster.node import head_is_open, start_command, start_node
 from fuligo.config.launcher import ADDRESS_VARIABLE
-from fuligo.engines.host import PortClaims
+from fuligo.engines.host import LOOPBACK, PortClaims
 from fuligo.errors import ConfigError
 from fuligo.limits import num_cores
 
 ANSWER_TIMEOUT_S = 10.0
 """Seconds in which the address must accept a connection."""
-LOOPBACK = "127.0.0.1"
 _RAY_OPTIONS: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
 """Options of `ray.init` that leave logging to fuligo: ranks and engines write to their own logs."""
 
 
 @asynccontextmanager
 async def connected(*, num_slots: int, device: str, several_nodes: bool, log_file: Path) -> AsyncIterator[None]:
-    """Make this process a driver of a Ray cluster while the block runs.
+    """Make this process a driver of a Ray cluster while the block runs. Raises ConfigError or EngineError if there is none.
 
     The cluster is the one at RAY_ADDRESS, or for several nodes the one that this machine is part of. Otherwise one is started that ends
     with this process.
@@ -35,10 +34,6 @@ async def connected(*, num_slots: int, device: str, several_nodes: bool, log_fil
     Args:
         num_slots: number of processes that a cluster started here must have room for
         log_file: log of a cluster that is started here
-
-    Raises:
-        ConfigError: there is no such cluster
-        EngineError: Ray did not start here
     """
     if os.environ.get(ADDRESS_VARIABLE) or several_nodes:
         with _driver(os.environ.get(ADDRESS_VARIABLE, "auto")):
@@ -47,7 +42,8 @@ async def connected(*, num_slots: int, device: str, several_nodes: bool, log_fil
     num_cpus = max(num_slots, num_cores())
     with PortClaims() as claims:
         port = claims.claim()
-        head = start_node("Ray", head_command(port, claims, num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None), log_file, {})
+        num_gpus = 0 if device == "cpu" else None
+        head = start_node("Ray", start_command(claims, head_port=port, num_cpus=num_cpus, num_gpus=num_gpus), log_file)
         try:
             await head_is_open(head, LOOPBACK, port)
             with _driver(f"{LOOPBACK}:{port}"):
@@ -74,8 +70,7 @@ def _driver(address: str) -> Iterator[None]:
 def _require_answer(address: str) -> None:
     """Check that something listens at the address; otherwise Ray would retry for minutes and ignore Ctrl-C and SIGTERM meanwhile.
 
-    Raises:
-        ConfigError: nothing listens at `HOST:PORT`, or at the address that `auto` resolves to. Other forms of address are left to Ray.
+    Raises ConfigError if nothing listens at `HOST:PORT`, or at what `auto` resolves to. Other forms of address are left to Ray.
     """
     if address == "auto":
         # `ray start` writes an address to disk, which remains until `ray stop` even if the cluster is gone.

@@ -10,10 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fuligo.engines.host import bracketed, own_address
+from fuligo.engines.host import LOOPBACK, bracketed, own_address
 from fuligo.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
 _LINE = re.compile(r"(?P<address>\S+)(?:\s+slots?\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?", re.ASCII)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
 """Host name, ssh alias or IP address, without a leading `-`, so that no command takes it for an option."""
@@ -38,11 +37,7 @@ class Host:
 
 
 def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
-    """Read the hosts of a hostfile.
-
-    `default_slots`: slots of a line without a number. Raises ConfigError if the file cannot be read, lists no host, lists one twice, or has
-    a malformed line.
-    """
+    """Read the hosts of a hostfile. `default_slots`: slots of a line without a number. Raises ConfigError if the file is unusable."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -65,10 +60,7 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
 
 
 def require_host_name(name: str, source: str) -> None:
-    """Check that `name` is a host name or an IP address, before a shell or ssh gets it.
-
-    `source`: origin of the name, for errors. Raises ConfigError if the name has other characters.
-    """
+    """Check that `name`, found in `source`, is a host name or an IP address, before a shell or ssh gets it. Raises ConfigError."""
     if _HOST_NAME.fullmatch(name) is None:
         raise ConfigError(f"{source}: {name!r} is not a host name or an IP address (letters, digits and . : _ -, without a leading -)")
 
@@ -136,10 +128,9 @@ _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
 
 
 def slurm_hosts(environment: Mapping[str, str], *, default_slots: int) -> list[Host]:
-    """Return the nodes of the Slurm job, all with the number of GPUs that the job has on this node.
+    """Return the nodes of the Slurm job, all with the number of GPUs that the job has on this node. Raises ConfigError.
 
-    `default_slots`: slots of a node if the job requested no GPUs (whole nodes, or CPUs). Raises ConfigError if Slurm's variables cannot be
-    read.
+    `default_slots`: slots of a node if the job requested no GPUs (whole nodes, or CPUs).
     """
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     count = given.rpartition(":")[2]  # some versions write the type first: `a100:4`
@@ -150,10 +141,7 @@ def slurm_hosts(environment: Mapping[str, str], *, default_slots: int) -> list[H
 
 
 def task_number(environment: Mapping[str, str]) -> int:
-    """Return the number of this task in its Slurm step; 0 in a batch script and outside of Slurm.
-
-    Raises ConfigError if SLURM_PROCID is not a number.
-    """
+    """Return the number of this task in its Slurm step; 0 in a batch script and outside of Slurm. Raises ConfigError."""
     given = environment.get("SLURM_PROCID") or "0"
     if not given.isdecimal():
         raise ConfigError(f"cannot read SLURM_PROCID={given}: it is not a number; unset it outside of Slurm")
@@ -161,10 +149,7 @@ def task_number(environment: Mapping[str, str]) -> int:
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Expand Slurm's compressed list: `gpu[08-10,12],login` becomes gpu08, gpu09, gpu10, gpu12, login.
-
-    Raises ConfigError if the list is malformed.
-    """
+    """Expand Slurm's list: `gpu[08-10,12],login` becomes gpu08, gpu09, gpu10, gpu12, login. Raises ConfigError if it is malformed."""
     entries = _ENTRY.findall(text)
     if ",".join(entries) != text or not entries:
         raise _malformed(text)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from fuligo.cluster.hostfile import Host
-from fuligo.cluster.node import GRACE_S, head_command, head_is_open, start_node, worker_command
-from fuligo.cluster.ray_environment import TOKEN_VARIABLE, new_token, token_environment
+from fuligo.cluster.node import GRACE_S, TOKEN_VARIABLE, head_is_open, new_token, start_command, start_node, token_environment
 from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.host import PortClaims, endpoint, own_address
 from fuligo.engines.server_process import last_lines
@@ -49,10 +48,7 @@ class LaunchSettings:
 
 
 def connection_command(template: str) -> tuple[str, ...]:
-    """Split the template of the command that reaches a host.
-
-    Raises ConfigError if a quotation is open, it has no `{command}`, or its program is not on this machine.
-    """
+    """Split the template of the command that reaches a host. Raises ConfigError if it is unusable on this machine."""
     try:
         parts = tuple(shlex.split(template))
     except ValueError as error:
@@ -68,10 +64,7 @@ class LaunchedCluster:
     """Running nodes of a cluster. A worker ends when the connection to it closes, at the latest when this process ends."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        """Start all nodes and set the environment of this process so that Ray connects to them.
-
-        Raises ConfigError if this machine has fewer GPUs than slots, or the port of the head is in use.
-        """
+        """Start all nodes and set the environment of this process so that Ray connects to them. Raises ConfigError."""
         try:
             socket.create_server(("", settings.port)).close()
         except OSError as error:
@@ -80,13 +73,13 @@ class LaunchedCluster:
                 "another one with --head-port, or stop the process that listens there"
             ) from None
         self._settings = settings
-        slots = slots_here(settings.num_slots, settings.device)
+        num_cpus, num_gpus = slots_here(settings.num_slots, settings.device)
         token = new_token()
         self.address = endpoint(settings.ip, settings.port)
         os.environ.update({**token_environment(token), ADDRESS_VARIABLE: self.address})
         self._claims = PortClaims()
-        command = head_command(settings.port, self._claims, host=settings.ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus)
-        self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt", {})
+        command = start_command(self._claims, head_port=settings.port, host=settings.ip, num_cpus=num_cpus, num_gpus=num_gpus)
+        self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt")
         self._workers = {host: self._start_worker(host, token) for host in settings.workers}
 
     async def wait_ready(self) -> None:
@@ -116,7 +109,11 @@ class LaunchedCluster:
 
     async def _wait_for_workers(self, ray) -> None:
         deadline = time.monotonic() + self._settings.timeout_s
-        while missing := self._missing({node["NodeName"] for node in ray.nodes() if node["Alive"]}):
+        while True:
+            joined = {node["NodeName"] for node in ray.nodes() if node["Alive"]}
+            missing = [host for host in self._workers if host.address not in joined]
+            if not missing:
+                return
             self._head.check_alive()
             for host, worker in self._workers.items():
                 if worker.poll() is not None:
@@ -126,14 +123,11 @@ class LaunchedCluster:
                 names = ", ".join(host.address for host in missing)
                 raise EngineError(
                     f"{len(missing)} of {count(len(self._workers), 'worker')} did not join {self.address} within "
-                    f"{self._settings.timeout_s:g} s: "
-                    f"{names}. Check that the port is open between the nodes and that fuligo is installed there under {sys.executable}.\n"
+                    f"{self._settings.timeout_s:g} s: {names}. Check that the port is open between the nodes and "
+                    f"that fuligo is installed there under {sys.executable}.\n"
                     f"{output}"
                 )
             await asyncio.sleep(POLL_S)
-
-    def _missing(self, joined: set[str]) -> list[Host]:
-        return [host for host in self._workers if host.address not in joined]
 
     def _start_worker(self, host: Host, token: str) -> subprocess.Popen[bytes]:
         join = [sys.executable, "-m", "fuligo", "launch", "--join", self.address, "--name", host.address]
@@ -159,21 +153,17 @@ class LaunchedCluster:
 
 
 async def join(address: str, ip: str | None, num_slots: int, *, name: str | None, device: Device, attached: bool, logs: Path) -> None:
-    """Run a Ray node of the cluster at `address` until it ends, or this task is canceled.
+    """Run a Ray node of the cluster at `address` until it ends, or this task is canceled. Raises EngineError if Ray ended by itself.
 
     Args:
         ip: address at which the other nodes reach this machine; None: the address of the interface that leads to the head
         attached: also end when standard input closes
-
-    Raises:
-        ConfigError: this machine has fewer GPUs than slots
-        EngineError: Ray ended by itself
     """
-    slots = slots_here(num_slots, device)
+    num_cpus, num_gpus = slots_here(num_slots, device)
     ip = ip or own_address([f"http://{address}"])
     with PortClaims() as claims:
-        command = worker_command(address, claims, name=name or ip, num_cpus=slots.num_cpus, num_gpus=slots.num_gpus, host=ip)
-        worker = start_node("Ray", command, logs / "ray-worker.txt", {})
+        command = start_command(claims, address=address, name=name or ip, host=ip, num_cpus=num_cpus, num_gpus=num_gpus)
+        worker = start_node("Ray", command, logs / "ray-worker.txt")
         try:
             await asyncio.wait(
                 [asyncio.ensure_future(worker.ended()), *([asyncio.ensure_future(_input_closed())] if attached else [])],
@@ -192,26 +182,17 @@ async def _input_closed() -> None:
         pass
 
 
-@dataclass(slots=True, frozen=True)
-class Slots:
-    """Resources that a node offers to Ray."""
-
-    num_cpus: int
-    num_gpus: int | None
-
-
-def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = os.environ) -> Slots:
-    """Return the resources that this machine offers to Ray. A slot is a GPU, or on a CPU a process.
+def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return the numbers of CPUs and GPUs that this machine offers to Ray. A slot is a GPU, or on a CPU a process.
 
     Raises ConfigError if CUDA_VISIBLE_DEVICES leaves fewer GPUs than slots.
     """
     if device == "cpu":
-        return Slots(num_slots, 0)
+        return num_slots, 0
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and num_slots > (num_visible := len([gpu for gpu in visible.split(",") if gpu.strip()])):
         raise ConfigError(
             f"cannot offer {count(num_slots, 'GPU')} of this machine ({socket.gethostname()}): CUDA_VISIBLE_DEVICES={visible} leaves "
-            f"{num_visible}; "
-            f"write slots={num_visible} for it in the host file (or --slots {num_visible}), or set CUDA_VISIBLE_DEVICES"
+            f"{num_visible}; write slots={num_visible} for it in the host file (or --slots {num_visible}), or set CUDA_VISIBLE_DEVICES"
         )
-    return Slots(max(num_cores(), num_slots), num_slots)
+    return max(num_cores(), num_slots), num_slots

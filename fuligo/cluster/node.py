@@ -1,13 +1,20 @@
-"""Ray's processes on this machine, under a guard that ends them when the process that started them ends."""
+"""Ray's processes on this machine, and the environment of the run's own on Ray: token, variables, network interface. Does not import Ray.
+
+A guard ends Ray's processes when the process that started them ends.
+"""
 
 import asyncio
 import os
+import secrets
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
-from fuligo.engines.host import PortClaims
+import psutil
+
+from fuligo.config.launcher import ADDRESS_VARIABLE
+from fuligo.engines.host import PortClaims, is_loopback, use_loopback_interface
 from fuligo.engines.server_process import ServerProcess
 from fuligo.formats.private import kept_directory
 
@@ -21,29 +28,32 @@ MAX_ROOT_LENGTH = 8
 """Longest path of a temporary directory, in characters; with a longer one, paths of Ray's sockets exceed the limit of 107 characters."""
 
 
-def head_command(port: int, claims: PortClaims, *, num_cpus: int, num_gpus: int | None, host: str | None = None) -> list[str]:
-    """Return the command that starts Ray's head on this machine.
+def start_command(
+    claims: PortClaims,
+    *,
+    num_cpus: int,
+    num_gpus: int | None,
+    host: str | None = None,
+    head_port: int | None = None,
+    address: str | None = None,
+    name: str | None = None,
+) -> list[str]:
+    """Return the command that starts Ray on this machine, as the head at `head_port`, or as a worker of the head at `address`.
 
     Args:
-        claims: port claims that stay open while the head runs
+        claims: port claims that stay open while Ray runs
         num_gpus: number of GPUs to offer; None: all of the machine
         host: address at which the other nodes reach this machine; None: Ray chooses one
-    """
-    options: dict[str, object] = {"port": port, "include-dashboard": "false", "node-ip-address": host}
-    return _ray_start(["--head", "--no-monitor"], {**options, "num-cpus": num_cpus, "num-gpus": num_gpus}, claims)
-
-
-def worker_command(address: str, claims: PortClaims, *, name: str, num_cpus: int | None, num_gpus: int | None, host: str) -> list[str]:
-    """Return the command that starts a Ray worker on this machine.
-
-    Args:
-        address: `host:port` of the head
-        claims: port claims that stay open while the worker runs
         name: name of the node in Ray
-        host: address at which the other nodes reach this machine
     """
-    options = {"address": address, "node-name": name, "num-cpus": num_cpus, "num-gpus": num_gpus, "node-ip-address": host}
-    return _ray_start([], options, claims)
+    options = {"port": head_port, "address": address, "node-name": name, "node-ip-address": host}
+    options |= {"num-cpus": num_cpus, "num-gpus": num_gpus, **{option: claims.claim() for option in AGENT_PORTS}}
+    # Neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output has a reader here.
+    switches = ["--include-log-monitor=false"]
+    if head_port is not None:
+        switches += ["--head", "--no-monitor", "--include-dashboard=false"]
+    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", *switches, *given, "--block", "--disable-usage-stats"]
 
 
 def session_root() -> Path:
@@ -65,15 +75,15 @@ _PRESTART = "RAY_prestart_worker_first_driver"
 run's actors are far fewer than the CPUs of a large node."""
 
 
-def start_node(name: str, command: list[str], log_file: Path, environment: Mapping[str, str]) -> ServerProcess:
-    """Start a process of Ray. `environment` overrides fuligo's own settings of Ray, and both override this process's environment."""
+def start_node(name: str, command: list[str], log_file: Path) -> ServerProcess:
+    """Start a process of Ray."""
     own = {
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing else runs on the run's nodes
         _HEALTH_TIMEOUT: os.environ.get(_HEALTH_TIMEOUT, "5000"),
         _PRESTART: os.environ.get(_PRESTART, "0"),
     }
     command = [*command, f"--temp-dir={session_root()}"]
-    return ServerProcess(name, command, log_file=log_file, environment={**own, **environment}, grace_s=GRACE_S)
+    return ServerProcess(name, command, log_file=log_file, environment=own, grace_s=GRACE_S)
 
 
 async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
@@ -90,8 +100,47 @@ async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
     await head.wait_until(connects, START_TIMEOUT_S)
 
 
-def _ray_start(switches: list[str], options: Mapping[str, object], claims: PortClaims) -> list[str]:
-    agents = {name: claims.claim() for name in AGENT_PORTS}
-    # Neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output has a reader here.
-    given = [f"--{name}={value}" for name, value in {**options, **agents, "include-log-monitor": "false"}.items() if value is not None]
-    return [sys.executable, "-m", "ray.scripts.scripts", "start", *switches, *given, "--block", "--disable-usage-stats"]
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+
+GUARDS_LIVE = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Variables for actors that keep Ray from killing an engine's guard, which shuts the engine down cleanly."""
+
+
+def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that Ray reads on import, unless the user set them."""
+    starts_here = not several_nodes and not environment.get(ADDRESS_VARIABLE)
+    has_token = environment.get(TOKEN_VARIABLE) or environment.get("RAY_AUTH_TOKEN_PATH")
+    if starts_here and not has_token and environment.get("RAY_AUTH_MODE", "token") == "token":
+        environment.update(token_environment(new_token()))  # a cluster that is started here belongs to this run alone
+    for name, value in GUARDS_LIVE.items():
+        environment.setdefault(name, value)
+
+
+def new_token() -> str:
+    """Return a new random token; any process that has it may use the cluster."""
+    return secrets.token_hex(32)
+
+
+def token_environment(token: str) -> dict[str, str]:
+    """Return the environment of every process of a cluster that requires the token."""
+    return {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: token}
+
+
+_EXACTLY = "="
+"""Prefix for an exact interface name; NCCL would take a bare name as a prefix of names."""
+
+
+def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make gloo, TensorPipe and NCCL of this process and its children use the interface with this address, unless the user chose one.
+
+    A loopback address, on a single node, leaves NCCL's choice unchanged.
+    """
+    if is_loopback(address):
+        use_loopback_interface(environment)
+        return
+    interfaces = psutil.net_if_addrs().items()
+    name = next((name for name, addresses in interfaces if any(its.address.partition("%")[0] == address for its in addresses)), None)
+    if name is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+        environment.setdefault("TP_SOCKET_IFNAME", name)
+        environment.setdefault("NCCL_SOCKET_IFNAME", _EXACTLY + name)

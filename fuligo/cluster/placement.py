@@ -72,14 +72,9 @@ def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
 
 
 def require_slots(node_sizes: Sequence[int], slots: Mapping[str, int]) -> None:
-    """Check that the hosts have room for a run.
+    """Check that there is a separate host with room for each node. Raises ConfigError.
 
-    Args:
-        node_sizes: slots that the run uses on each node, each node on a separate host
-        slots: number of slots by host
-
-    Raises:
-        ConfigError: there are too few hosts, or too few slots on a host
+    `node_sizes`: slots that the run uses on each node. `slots`: number of slots by host.
     """
     needed, offered = sorted(node_sizes, reverse=True), sorted(slots.values(), reverse=True)
     if len(needed) > len(offered) or any(size > number for size, number in zip(needed, offered)):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from fuligo.cluster.ray_environment import use_interface_of
+from fuligo.cluster.node import use_interface_of
 from fuligo.config.secret import Environment
 from fuligo.engines.server_process import last_lines
 from fuligo.limits import raise_open_files
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainerRank:
-    """Actor that holds one rank. Commands run in a thread, so that the actor answers pings meanwhile.
-
-    Args:
-        host: address of the rank's node
-        log_file: file to which the rank's output is appended
-        secrets: secret environment variables
-        umask: umask of the driver
-    """
+    """Actor that holds one rank. Commands run in a thread, so that the actor answers pings meanwhile."""
 
     def __init__(self, rank: int, size: int, host: str, log_file: str, secrets: Environment, umask: int) -> None:
         os.umask(umask)
@@ -50,11 +43,7 @@ class TrainerRank:
 
 
 class ActorRank(RankHandle):
-    """Handle of a `TrainerRank`. A node fetches each command from the object store once for all its ranks.
-
-    Args:
-        actor: handle of the `TrainerRank`
-    """
+    """Handle of a `TrainerRank`. A node fetches each command from the object store once for all its ranks."""
 
     def __init__(self, rank: int, host: str, actor: Any, log_file: Path) -> None:
         super().__init__(rank, host)

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fuligo.cluster.connection import node_addresses
-from fuligo.cluster.ray_environment import GUARDS_LIVE, use_interface_of
+from fuligo.cluster.node import GUARDS_LIVE, use_interface_of
 from fuligo.config.python_path import with_inherited_path
 from fuligo.config.secret import Environment
 from fuligo.engines.host import PortClaims
@@ -28,13 +28,7 @@ APPEARANCE_TIMEOUT_S = 10.0
 
 
 class NodeAgent:
-    """Actor of a node that claims ports and starts engines; the engines end when it ends, even if it is killed.
-
-    Args:
-        host: this node's address
-        secrets: secret environment variables
-        umask: umask of the driver
-    """
+    """Actor of a node that claims ports and starts engines; the engines end when it ends, even if it is killed."""
 
     def __init__(self, host: str, secrets: Environment, umask: int) -> None:
         import ray
@@ -74,16 +68,16 @@ class NodeAgent:
 
     async def ending(self, name: str) -> str:
         """Wait until the engine's process has ended; return how it ended, with the last lines of its log."""
-        process = self._servers[name].process
-        await process.ended()
+        server = self._servers[name]
+        await server.ended()
         try:
-            process.check_alive()
+            server.check_alive()
         except EngineError as error:
             return str(error)
         raise AssertionError("the process has ended")
 
     async def last_lines(self, name: str) -> str:
-        return last_lines(self._servers[name].process.log_file)
+        return last_lines(self._servers[name].log_file)
 
     async def stop(self, name: str) -> None:
         """Stop an engine's part; return when all its processes on this node have ended."""
@@ -92,11 +86,7 @@ class NodeAgent:
 
 
 def in_physical_order(gpu_ids: Iterable[int | str]) -> tuple[str, ...]:
-    """Sort GPU ids if all of them are numbers; otherwise keep their order.
-
-    Args:
-        gpu_ids: ids as Ray reports them, in any order: numbers, or the entries of CUDA_VISIBLE_DEVICES when Ray was started (UUIDs)
-    """
+    """Sort GPU ids if all are numbers; others, as CUDA_VISIBLE_DEVICES named them when Ray was started (UUIDs), keep their order."""
     names = [str(gpu) for gpu in gpu_ids]
     return tuple(sorted(names, key=int) if all(name.isdigit() for name in names) else names)
 
@@ -156,10 +146,7 @@ def _umask() -> int:
 
 
 async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Reservation:
-    """Reserve a bundle on a separate node for each size.
-
-    `node_sizes`: number of GPUs, or of processes on a CPU, on each node. Raises ConfigError if the cluster does not provide them in time.
-    """
+    """Reserve a node for each size, a number of GPUs, or of processes on a CPU. Raises ConfigError if they do not come in time."""
     resource = "GPU" if device == "cuda" else "CPU"
     strategy = "STRICT_SPREAD" if len(node_sizes) > 1 else "PACK"
     group = placement_group([{resource: size} for size in node_sizes], strategy=strategy)

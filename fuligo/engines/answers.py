@@ -109,10 +109,7 @@ def parse_routing(answer: Any, query: RoutingQuery, num_prompt_tokens: int) -> R
 
 
 def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad:
-    """Return the load summed over the data-parallel ranks in an answer from `/v1/loads`.
-
-    Raises KeyError, TypeError or AttributeError if the answer is malformed.
-    """
+    """Return the load summed over the data-parallel ranks in an answer from `/v1/loads`."""
     arrived = [rank["num_arrived_reqs"] for rank in ranks if "num_arrived_reqs" in rank]
     capacity = sum(rank.get("max_total_num_tokens", 0) for rank in ranks)
     return EngineLoad(
@@ -138,10 +135,7 @@ def scoring_body(input_ids: Sequence[int] | IntArray, num_given: int) -> dict[st
 
 
 def parse_scores(answer: Any, scored_ids: IntArray) -> FloatArray:
-    """Return [R] log softmax(logits), always at temperature 1, from an answer of `/generate`.
-
-    `scored_ids`: [R] the last tokens of the request. Raises Retryable if the answer is malformed.
-    """
+    """Return [R] log softmax(logits), always at temperature 1, of a request's last tokens `scored_ids` [R]. Raises Retryable."""
     try:
         entries = answer["meta_info"]["input_token_logprobs"][-len(scored_ids) :]
         logprobs, ids = _columns(entries)

@@ -32,10 +32,7 @@ class SharedDevices(Protocol):
         """Wait until an engine may start: it sizes its KV cache by the free memory, so the trainer must have released its memory."""
 
     async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
-        """Make a restarted engine release the memory that the other engines of its group have released.
-
-        Raises EngineError if the engine does not release it.
-        """
+        """Make a restarted engine release the memory that the other engines of its group have released. Raises EngineError."""
 
 
 SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]
@@ -63,11 +60,17 @@ class EngineFleet(Protocol):
         """Restart dead engines until canceled. Raises EngineError if an engine died and must not be restarted, or died too often."""
 
 
-class WatchedProcess(Protocol):
-    """Process of engines that are not restarted."""
+class StartedProcess(Protocol):
+    """Process or processes of engines."""
+
+    async def check_alive(self) -> None:
+        """Check that the processes are running. Raises EngineError with the last lines of the log if one has ended."""
 
     async def watch(self) -> None:
-        """Wait until the process has ended. Raises EngineError with the last lines of its log."""
+        """Wait until a process has ended that must not be restarted. Raises EngineError with the last lines of its log."""
+
+    async def stop(self) -> None:
+        """Stop the processes; return when they have ended."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +84,7 @@ class LaunchedEngines:
     """Fleets of the other models, by name; their weights are never synced."""
     served: Mapping[str, ServedModel] = field(default_factory=dict)
     """Router of each model by the model's name, for hooks."""
-    process: WatchedProcess | None = None
+    process: StartedProcess | None = None
     """Process of engines that are not restarted; None if a fleet or another process watches the engines."""
 
 
@@ -147,15 +150,9 @@ class EngineBackend(Protocol):
         ...
 
     async def launch_shared(self, configs: Sequence[Config], directory: Path, stack: AsyncExitStack) -> SharedEngines:
-        """Start engines on this machine for several runs, each with an adapter; return when they answer.
+        """Start engines on this machine for several runs, each with an adapter; see `launch`.
 
-        Args:
-            configs: configs of the runs; they agree on everything that the engines need
-            directory: directory of the engines' logs, which exists
-            stack: stops the engines when it closes
-
-        Raises:
-            EngineError: an engine did not start
+        `configs`: configs of the runs; they agree on everything that the engines need.
         """
         ...
 
@@ -173,16 +170,6 @@ class EngineBackend(Protocol):
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         """Return the dtype that the engines compute in, if flags set it; None: the dtype of `--hf-checkpoint`."""
         ...
-
-
-class StartedProcess(Protocol):
-    """Process or processes that can be checked and stopped."""
-
-    async def check_alive(self) -> None:
-        """Check that the processes are running. Raises EngineError with the last lines of the log if one has ended."""
-
-    async def stop(self) -> None:
-        """Stop the processes; return when they have ended."""
 
 
 def engine_backend(config: Config) -> EngineBackend:

@@ -29,10 +29,7 @@ IDLE_WITHIN_S = 30
 
 @dataclass(eq=False, repr=False)
 class EngineClient:
-    """Implementation of `engine.InferenceEngine`, which documents the methods, over SGLang's HTTP API.
-
-    Both backends serve that API.
-    """
+    """Implementation of `engine.InferenceEngine`, which documents the methods, over SGLang's HTTP API, which both backends serve."""
 
     url: str
     """Address of the engine or router, `http://HOST:PORT`."""
@@ -287,15 +284,10 @@ class EngineClient:
     async def _call(
         self, path: str, body: dict[str, Any] | None = None, *, within: Deadline | None = None, retries: int | None = None
     ) -> Any:
-        """Make a control call and return its answer.
+        """Make a control call, a GET if it has no body, and return its answer.
 
-        Args:
-            body: None: the call is a GET
-            within: deadline; by default the one for calls that the scheduler handles between two steps
-
-        Raises:
-            Overdue: no attempt ended in time
-            EngineError: the engine refused the call, or all attempts failed
+        `within`: deadline; by default that of calls that the scheduler handles between two steps. Raises Overdue if no attempt ended in
+        time, and EngineError if the engine refused the call, or all attempts failed.
         """
         method = "GET" if body is None else "POST"
         retries = self.retries if retries is None else retries

@@ -147,8 +147,8 @@ class InferenceEngine(Protocol):
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until the engine is healthy. Raises EngineError if it is not healthy within `timeout_s`."""
 
-    async def is_healthy(self) -> bool:
-        """Return whether the engine answers its health check. Never raises."""
+    async def is_healthy(self, timeout_s: float | None = None) -> bool:
+        """Return whether the engine answers its health check, in time if there is a limit. Never raises."""
         ...
 
     async def scheduler_answers(self, timeout_s: float) -> bool:

@@ -40,19 +40,15 @@ ranks (SGLang 0.5.15 removes those of killed processes only in CI, `utils/stale_
 
 
 def main(command: Sequence[str], grace_s: float) -> int:
-    """Run the command until it ends or the guard is told to stop.
+    """Run the command until it ends or the guard is told to stop; return its exit code, or 128 + the signal that ended it.
 
-    Args:
-        grace_s: time between SIGTERM and SIGKILL
-
-    Returns:
-        The command's exit code, or 128 + the number of the signal that ended it.
+    `grace_s`: time between SIGTERM and SIGKILL.
     """
     # Become the parent of orphans below this process; on systems other than Linux, only the process group is ended.
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asked_to_stop = _Flag()
-    signal.signal(signal.SIGTERM, asked_to_stop.set)
+    asked_to_stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked_to_stop.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     secrets = json.loads(os.environ.pop(_HIDDEN, "[]"))
     output, errors = (subprocess.PIPE, subprocess.STDOUT) if secrets else (None, None)
@@ -69,7 +65,7 @@ def main(command: Sequence[str], grace_s: float) -> int:
         copying.start()
     shared: set[Path] = set()
     next_look = time.monotonic() + LOOK_S
-    while child.poll() is None and not asked_to_stop.value and not _parent_has_ended():
+    while child.poll() is None and not asked_to_stop and not _parent_has_ended():
         if time.monotonic() > next_look:
             shared.update(_shared_files(_descendants(os.getpid())))
             next_look = time.monotonic() + LOOK_S
@@ -93,13 +89,6 @@ def _copy_without(output: IO[bytes], secrets: Sequence[bytes]) -> None:
         for secret in secrets:
             line = line.replace(secret, b"***")  # noqa: PLW2901
         os.write(sys.stdout.fileno(), line)
-
-
-class _Flag:
-    value = False
-
-    def set(self, *_: object) -> None:
-        self.value = True
 
 
 def _end_with(guard: int) -> None:

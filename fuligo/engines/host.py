@@ -26,10 +26,7 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """Return the address of the interface that leads to `urls`; loopback if all of them are on this machine.
-
-    Raises OSError if no route leads to one of them.
-    """
+    """Return the address of the interface to `urls`; loopback if all are on this machine. Raises OSError if no route leads to one."""
     addresses = [_address_towards(urlsplit(url)) for url in urls]
     return next((address for address in addresses if not is_loopback(address)), addresses[0] if addresses else LOOPBACK)
 
@@ -92,11 +89,7 @@ def reachable_by_others(host: str) -> Iterator[None]:
 
 
 def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-    """Open a TCPStore that listens on `listening_socket`; a plain TCPStore listens on every interface.
-
-    Args:
-        timeout: timeout of waits for a key
-    """
+    """Open a TCPStore on a `listening_socket`; a plain one listens on every interface. `timeout` limits waits for a key."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     listener = listening_socket(host, port)
@@ -125,7 +118,7 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Range of ports to claim: below the ports that the kernel uses for outgoing connections (Linux: from 32768)."""
 
 
-class PortClaims:
+class PortClaims(ExitStack):
     """Ports of this machine that no other run can claim while this object is open.
 
     A server binds its port seconds after it starts, and by then another run may have taken a port that was only checked to be free.
@@ -134,7 +127,7 @@ class PortClaims:
     """
 
     def __init__(self) -> None:
-        self._held = ExitStack()
+        super().__init__()
         self._next = FIRST_PORT
 
     def claim(self, size: int = 1) -> int:
@@ -148,20 +141,11 @@ class PortClaims:
                             _bind(run, socket.AF_UNIX, f"\0fuligo-port-{port}")
                 except OSError:
                     continue
-                self._held.enter_context(run.pop_all())
+                self.enter_context(run.pop_all())
                 self._next = first + size
                 return first
         wanted = "a free port" if size == 1 else f"{size} consecutive free ports"
         raise EngineError(f"cannot find {wanted} from {self._next} to {LAST_PORT}; stop processes that listen on these ports")
-
-    def close(self) -> None:
-        self._held.close()
-
-    def __enter__(self) -> PortClaims:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _check_free(port: int) -> None:

@@ -61,12 +61,7 @@ class RunRequests:
 
 
 class SharedEngineClient(EngineClient):
-    """Implementation of `engine.InferenceEngine` for one of several runs that share an engine or a router.
-
-    Args:
-        requests: requests of the run
-        given: arguments of `EngineClient`
-    """
+    """`EngineClient` of one of several runs that share an engine or a router. `given`: arguments of `EngineClient`."""
 
     def __init__(self, url: str, requests: RunRequests, **given: Any) -> None:
         super().__init__(url, **given)

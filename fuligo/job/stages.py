@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuligo.checkpoint.store import CheckpointStore
+from fuligo.cluster.node import prepare_environment
 from fuligo.cluster.placement import place
-from fuligo.cluster.ray_environment import prepare_environment
 from fuligo.config import Config
 from fuligo.config.launcher import chosen_launcher
 from fuligo.config.topology import engine_groups

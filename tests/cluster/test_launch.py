@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.ray_environment import TOKEN_VARIABLE
+from fuligo.cluster.node import TOKEN_VARIABLE
 from tests.e2e.command import fail, fuligo
 from tests.e2e.conftest import Job, Start
 from tests.e2e.processes import alive, descendants, wait_until

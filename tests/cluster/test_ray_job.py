@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.ray_environment import new_token, token_environment
+from fuligo.cluster.node import new_token, token_environment
 from fuligo.engines.host import PortClaims
 from fuligo.engines.server_process import ServerProcess
 from tests.e2e.command import REPOSITORY, environment

@@ -88,7 +88,7 @@ async def test_the_sync_continues(fleet: Fleet, tmp_path: Path) -> None:
 
     victim = fleet.servers[0]
     assert isinstance(victim, SGLangServer)
-    trainer.victims = list(descendants(victim.process.pid))[:1]
+    trainer.victims = list(descendants(victim.pid))[:1]
     renewed(model, seed=2)
     trainer.num_updates += 1
     assert await weight_sync.sync() == 1

@@ -40,7 +40,7 @@ async def server(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncI
 
 def children_of(server: SGLangServer) -> dict[str, int]:
     """Return the pids of an engine's scheduler and detokenizer."""
-    commands = descendants(server.process.pid)
+    commands = descendants(server.pid)
     return {name: pid for pid, command in commands.items() for name, parts in CHILDREN.items() if any(part in command for part in parts)}
 
 
@@ -70,7 +70,7 @@ def copy_with_broken_weights(checkpoint: Path, to: Path) -> Path:
 
 
 async def test_its_processes_were_started_ahead_and_end_with_the_scheduler(server: SGLangServer) -> None:
-    processes, children = descendants(server.process.pid), children_of(server)
+    processes, children = descendants(server.pid), children_of(server)
     log = server.settings.log_file
     assert_started_ahead(server)
     os.kill(children["scheduler"], signal.SIGKILL)
@@ -81,7 +81,7 @@ async def test_its_processes_were_started_ahead_and_end_with_the_scheduler(serve
 
 
 async def test_its_processes_end_with_the_main_process(server: SGLangServer) -> None:
-    processes = descendants(server.process.pid)
+    processes = descendants(server.pid)
     [main] = [pid for pid, command in processes.items() if "sglang.launch_server" in command and "engines/guard.py" not in command]
     os.kill(main, signal.SIGKILL)
     await ends(server, processes)

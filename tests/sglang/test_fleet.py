@@ -53,7 +53,7 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     requests = [asyncio.create_task(fleet.group.generate(PROMPT, LONG, rid=f"{n}", timeout_s=120)) for n in range(16)]
     await asyncio.sleep(0.5)
     victim = fleet.servers[0]
-    below = list(descendants(victim.process.pid))
+    below = list(descendants(victim.pid))
     for pid in below if number == signal.SIGSTOP else below[:1]:
         os.kill(pid, number)
     generations = await asyncio.gather(*requests)
@@ -77,8 +77,8 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     assert len((await fleet.group.clients[-1].generate(PROMPT, SHORT, rid="again")).output_ids) == 4
 
     # The router dies with its guard; requests wait for its successor, which knows the engines.
-    dead_router = descendants(fleet.router.process.pid)
-    os.kill(fleet.router.process.pid, signal.SIGKILL)
+    dead_router = descendants(fleet.router.pid)
+    os.kill(fleet.router.pid, signal.SIGKILL)
     generations = await asyncio.gather(*(fleet.group.generate(PROMPT, SHORT, rid=f"after-{n}", timeout_s=120) for n in range(4)))
     assert all(len(generation.output_ids) == 4 for generation in generations)
     while await known_workers(fleet) != set(fleet.group.urls):
@@ -87,9 +87,7 @@ async def test_engine_and_router_come_back(fleet: Fleet, number: signal.Signals)
     assert dead_router and not alive(dead_router)
 
     watch.cancel()
-    pids = [
-        pid for process in (fleet.router.process, *(s.process for s in fleet.servers)) for pid in (process.pid, *descendants(process.pid))
-    ]
+    pids = [pid for process in (fleet.router, *fleet.servers) for pid in (process.pid, *descendants(process.pid))]
     await fleet.stop()
     assert not [pid for pid in pids if exists(pid)]
 
@@ -109,11 +107,11 @@ async def test_an_engine_whose_guard_is_killed_restarts_when_its_processes_are_g
     """tests/unit/engines/test_server_process.py tests the same with a server that leaves more behind."""
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path, num_engines=1, environment=SPAWNING))
     try:
-        victim = fleet.servers[0].process
+        victim = fleet.servers[0]
         below = descendants(victim.pid)
         watch = asyncio.create_task(fleet.watch())
         os.kill(victim.pid, signal.SIGKILL)
-        while fleet.servers[0].process is victim:
+        while fleet.servers[0] is victim:
             assert not watch.done()
             await asyncio.sleep(0.01)
         assert len(below) > 1 and not alive(below)

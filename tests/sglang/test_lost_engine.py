@@ -89,7 +89,7 @@ async def test_the_sync_continues(fleet: Fleet, checkpoint: Path, tmp_path: Path
 
     victim = fleet.servers[0]
     assert isinstance(victim, SGLangServer)
-    processes = descendants(victim.process.pid)
+    processes = descendants(victim.pid)
     trainer.signal = number
     trainer.victims = (
         list(processes)[:1] if number == signal.SIGKILL else [pid for pid, command in processes.items() if "scheduler" in command]

@@ -54,11 +54,11 @@ class ScriptedServer(SGLangServer):
     def __init__(self, settings: ServerSettings) -> None:
         self.settings, self.url = settings, settings.url
         command = [sys.executable, "-c", ENGINE, str(settings.ports.http), str(settings.number), str(settings.log_file.parent)]
-        self.process = ServerProcess(settings.name, command, log_file=settings.log_file, grace_s=1.0)
+        ServerProcess.__init__(self, settings.name, command, log_file=settings.log_file, grace_s=1.0)
 
     async def wait_ready(self) -> None:
         """Wait without checking that the server requires a key: it has none."""
-        await self.process.wait_until(lambda: self.answers(5.0), 240.0)
+        await self.wait_until(lambda: self.answers(5.0), 240.0)
 
 
 @pytest_asyncio.fixture
@@ -85,7 +85,7 @@ async def test_its_requests_finish_elsewhere_and_it_comes_back(fleet: Fleet) -> 
     requests = [asyncio.create_task(fleet.group.generate([1, 2, 3], PARAMS, rid=f"{n}", timeout_s=240)) for n in range(8)]
     while not asked.exists():  # noqa: ASYNC110  # another process writes it
         await asyncio.sleep(0.05)
-    for pid in descendants(victim.process.pid):
+    for pid in descendants(victim.pid):
         os.kill(pid, signal.SIGSTOP)
     hold.unlink()
     assert {generation.engine for generation in await asyncio.gather(*requests)} == {other.settings.number}

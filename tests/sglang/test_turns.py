@@ -49,7 +49,7 @@ async def test_an_engine_loads_weights_once_it_has_its_turn_and_is_named_when_it
         assert_started_ahead(server)
         assert (await fleet.group.generate([1, 2, 3], SamplingParams(max_new_tokens=2), rid="0", timeout_s=60)).output_ids.size
         await asyncio.sleep(SEEN_S)
-        os.kill(next(iter(descendants(server.process.pid))), signal.SIGKILL)
+        os.kill(next(iter(descendants(server.pid))), signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine 0 was killed \(.*engine-0\.txt"):
             await asyncio.wait_for(fleet.watch(), 120)
     finally:

@@ -175,10 +175,7 @@ def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[Ser
 
 
 def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
-    """Return the places of all engines on this machine, in the order of `fuligo plan`.
-
-    Raises ConfigError if the run needs more GPUs than this machine has.
-    """
+    """Return the places of all engines on this machine, in the order of `fuligo plan`. Raises ConfigError if it has too few GPUs."""
     device = resolve_device(config)
     if device == "cuda":
         _check_gpus(config)
@@ -250,16 +247,7 @@ def _own_arguments(config: Config, group: EngineGroupSpec, adapters: Sequence[Ad
 
 
 def adapter_arguments(adapters: Sequence[AdapterConfig], model: Path, *, device: Device) -> dict[str, Any]:
-    """Return the SGLang arguments for loading an adapter of each of these shapes.
-
-    A batch may contain requests for each adapter and for none.
-
-    Args:
-        model: directory of the base model
-
-    Raises:
-        ConfigError: the family of the model, and thus the names of its layers, are unknown
-    """
+    """Return the SGLang arguments for loading an adapter of each of these shapes; a batch may contain requests for each and for none."""
     architecture = read_architecture(model)
     names = list(dict.fromkeys(name for adapter in adapters for name in AdapterShape(adapter, architecture).names))
     rank = max(adapter.rank for adapter in adapters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fuligo.engines.backend import SharedDevices, SyncRestarted
@@ -12,7 +13,6 @@ from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.sglang.engine import FleetEngine
 from fuligo.engines.sglang.router import Router, RouterSettings, launch_router
 from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
 from fuligo.errors import EngineError
@@ -23,6 +23,10 @@ WATCH_S = 0.5
 """Seconds between checks of the processes; their health is checked less often."""
 MAX_RESTARTS = 3
 """Largest number of restarts of one engine, or of the router, in one run."""
+ENDING_S = 15.0
+"""Seconds that a crashed SGLang may take to end: it closes its port first, then logs the error."""
+ENDING_POLL_S = 0.5
+"""Seconds between checks whether a server that does not answer has ended."""
 Start = Callable[[ServerSettings], Server]
 """Function that starts an engine, on this machine or on its node, and does not wait until it is ready."""
 
@@ -42,6 +46,57 @@ class FleetSettings:
     deadlines: ControlDeadlines = DEFAULT
     adapter: str | None = None
     """Name of the LoRA adapter that requests use; None without one."""
+
+
+@dataclass(slots=True)
+class FleetEngine:
+    """Engine of a fleet. A restart replaces the server and the client."""
+
+    server: Server
+    client: InferenceEngine
+    health_timeout_s: float
+    num_restarts: int = 0
+    restart: asyncio.Task[None] | None = None
+    is_moving: bool = False
+    """True while the engine's processes are being started or stopped: the device memory that they hold is then unknown."""
+
+    @property
+    def is_restarting(self) -> bool:
+        """True while a restart is in progress. Raises EngineError if the restart failed."""
+        if self.restart is not None and self.restart.done() and not self.restart.cancelled():
+            self.restart.result()
+        return self.restart is not None
+
+    async def is_dead(self, *, ask_health: bool) -> bool:
+        """Return whether the engine's process has ended or, with `ask_health`, its health check fails."""
+        if not self.server.alive:
+            return True
+        return ask_health and not await self.server.answers(self.health_timeout_s)
+
+    async def serves(self) -> bool:
+        """Return whether the server and its scheduler answer; a scheduler can hang forever in a broken process group.
+
+        Return False once a control call was overdue: whether the engine is paused, and which memory it holds, is then unknown.
+        """
+        if self.client.is_overdue:
+            return False
+        return not await self.is_dead(ask_health=True) and await self.client.scheduler_answers(self.health_timeout_s)
+
+    async def answers_or_ends(self) -> bool:
+        """Return whether the server answers within `ENDING_S`. If it does not, it gets this time to write the reason to its log and end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDING_S):
+                while self.server.alive:
+                    if await self.server.answers(ENDING_S):
+                        return True
+                    await asyncio.sleep(ENDING_POLL_S)
+        return False
+
+    def does_not_answer(self) -> EngineError:
+        return EngineError(
+            f"{self.server.settings.name} ({self.server.url}) does not answer; its log is {self.server.settings.log_file}. "
+            "Resume from the last checkpoint; with --use-fault-tolerance it would have been restarted."
+        )
 
 
 class Fleet:
@@ -113,7 +168,7 @@ class Fleet:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(WATCH_S)
-            if not self.router.process.alive or self._router_is_stuck:
+            if not self.router.alive or self._router_is_stuck:
                 await self._restart_router()
             ask_health = clock() >= next_health
             if ask_health:
@@ -143,8 +198,7 @@ class Fleet:
     async def check_alive(self) -> None:
         """Check every process after a call failed; engines that do not answer get time to end. No-op if dead engines are restarted.
 
-        Raises:
-            EngineError: an engine hangs, or an engine or the router has ended (with the last lines of its log)
+        Raises EngineError if an engine hangs, or an engine or the router has ended (with the last lines of its log).
         """
         if self._settings.restart:
             return
@@ -153,7 +207,7 @@ class Fleet:
             engine.server.check_alive()
             if not answers or engine.client.is_overdue:
                 raise engine.does_not_answer()
-        self.router.process.check_alive()
+        self.router.check_alive()
 
     async def admit(self, clients: Sequence[InferenceEngine]) -> None:
         """Put restarted engines, which have the current weights, back into service."""
@@ -169,7 +223,7 @@ class Fleet:
         try:
             await _add(self.router, engine.server.settings)
         except EngineError:
-            if not self.router.process.alive:
+            if not self.router.alive:
                 return False  # the next router gets all engines that serve
             restarts_itself = engine.restart is asyncio.current_task()
             if restarts_itself or not self._settings.restart or await engine.serves():
@@ -264,10 +318,7 @@ class Fleet:
         engine.is_moving = False
 
     async def _sync_now(self, engine: FleetEngine) -> None:
-        """Sync a restarted engine without waiting for the next weight sync, because another engine died and none may be left to serve.
-
-        Raises EngineError if it died too often.
-        """
+        """Sync a restarted engine without waiting for the next weight sync, because another engine died and none may be left to serve."""
         try:
             await self.sync_restarted(engine.client)
         except EngineError as error:
@@ -296,7 +347,7 @@ class Fleet:
             logger.warning("restarting the router to retry requests of a lost machine on other engines")
         else:
             if not self._settings.restart or self._router_restarts == MAX_RESTARTS:
-                self.router.process.check_alive()
+                self.router.check_alive()
             self._router_restarts += 1
             logger.warning("the router died; restarting it")
         await self.router.stop()

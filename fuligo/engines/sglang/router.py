@@ -57,15 +57,6 @@ class RouterSettings:
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     """Secret that every caller of the router must send."""
 
-    @property
-    def keys(self) -> EngineKeys:
-        """Keys for the router's clients."""
-        return EngineKeys(self.key, self.key)
-
-    def full_environment(self) -> dict[str, str]:
-        """Return the variables that the router's process gets in addition to the driver's."""
-        return {**self.environment.reveal(), KEY_VARIABLE: self.key}
-
     def command(self) -> list[str]:
         own: dict[str, Any] = {
             "host": bracketed(self.host),
@@ -92,25 +83,26 @@ class Worker:
     is_healthy: bool
 
 
-class Router:
+class Router(ServerProcess):
     """Running router."""
 
-    def __init__(self, process: ServerProcess, settings: RouterSettings) -> None:
-        self.process = process
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(
+            settings.name,
+            settings.command(),
+            log_file=settings.log_file,
+            environment={**settings.environment.reveal(), KEY_VARIABLE: settings.key},
+            secrets=[settings.key, *secrets_of(settings.arguments, settings.environment)],
+        )
         self.url = f"http://{endpoint(settings.host, settings.port)}"
-        self.keys = settings.keys
+        self.keys = EngineKeys(settings.key, settings.key)
 
     async def add(
         self, url: str, key: str, *, worker_type: WorkerType = "regular", bootstrap_port: int | None = None, timeout_s: float = 60.0
     ) -> None:
-        """Add the engine at `url`; return when the router sends requests to it.
+        """Add the engine at `url`; return when the router sends requests to it. Raises EngineError if that does not happen in time.
 
-        Args:
-            key: key that the router's requests to the engine carry
-            bootstrap_port: port of a prefill engine for its decode engines
-
-        Raises:
-            EngineError: the router refused, or did not see the engine healthy in time
+        `key`: key that the router's requests to the engine carry. `bootstrap_port`: port of a prefill engine for its decode engines.
         """
         body: dict[str, Any] = {"url": url, "api_key": key, "worker_type": worker_type}
         if bootstrap_port is not None:
@@ -120,13 +112,10 @@ class Router:
         async def serving() -> bool:
             return any(worker.url == url and worker.is_healthy for worker in await self.workers())
 
-        await self.process.wait_until(serving, timeout_s, what=f"the router did not add engine {url}")
+        await self.wait_until(serving, timeout_s, what=f"the router did not add engine {url}")
 
     async def remove(self, url: str, *, timeout_s: float = 60.0) -> None:
-        """Remove the engine at `url`; return when the router has stopped sending to it. No-op if the router does not have it.
-
-        Raises EngineError if the router refused, or did not remove the engine in time.
-        """
+        """Remove the engine at `url`, if the router has it; return when no more requests are sent to it. Raises EngineError."""
         for worker in await self.workers():
             if worker.url == url:
                 await self._request("DELETE", f"/workers/{worker.id}")
@@ -134,16 +123,12 @@ class Router:
         async def gone() -> bool:
             return all(worker.url != url for worker in await self.workers())
 
-        await self.process.wait_until(gone, timeout_s, what=f"the router did not remove engine {url}")
+        await self.wait_until(gone, timeout_s, what=f"the router did not remove engine {url}")
 
     async def workers(self) -> list[Worker]:
         """Return the engines that are added to the router. Raises EngineError if the router does not answer."""
         answer = await self._request("GET", "/workers")
         return [Worker(worker["id"], worker["url"], worker["is_healthy"]) for worker in answer["workers"]]
-
-    async def stop(self) -> None:
-        """Stop the router; return when its process has ended."""
-        await self.process.stop()
 
     async def answers(self) -> bool:
         """Return whether the router answers; it may have no engines yet."""
@@ -172,21 +157,11 @@ class Router:
 
 
 async def launch_router(settings: RouterSettings) -> Router:
-    """Start a router without engines; return when it answers.
-
-    Raises EngineError if it ended, or did not answer in time, with the last lines of its log.
-    """
-    process = ServerProcess(
-        settings.name,
-        settings.command(),
-        log_file=settings.log_file,
-        environment=settings.full_environment(),
-        secrets=[settings.key, *secrets_of(settings.arguments, settings.environment)],
-    )
-    router = Router(process, settings)
+    """Start a router without engines; return when it answers. Raises EngineError with the last lines of its log if it does not."""
+    router = Router(settings)
     try:
-        await process.wait_until(router.answers, settings.start_timeout_s)
+        await router.wait_until(router.answers, settings.start_timeout_s)
     except BaseException:
-        await process.stop()
+        await router.stop()
         raise
     return router

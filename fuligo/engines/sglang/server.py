@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import sys
@@ -258,39 +257,29 @@ class Server(Protocol):
         """Stop the server; return when it and all its children have ended."""
 
 
-class SGLangServer:
+class SGLangServer(ServerProcess):
     """`Server` on this machine."""
 
     is_lost = False
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
-        self.url = settings.url
-        self.process = ServerProcess(
+        super().__init__(
             settings.name,
             settings.command(),
             log_file=settings.log_file,
             environment=settings.full_environment(),
             secrets=secrets_of(settings.arguments, settings.environment),
         )
-
-    @property
-    def alive(self) -> bool:
-        return self.process.alive
-
-    def check_alive(self) -> None:
-        self.process.check_alive()
+        self.settings = settings
+        self.url = settings.url
 
     async def wait_ready(self) -> None:
-        await self.process.wait_until(self._has_turn, math.inf)
-        await self.process.wait_until(lambda: self.answers(PROBE_TIMEOUT_S), self.settings.start_timeout_s)
+        await self.wait_until(self._has_turn, math.inf)
+        await self.wait_until(lambda: self.answers(PROBE_TIMEOUT_S), self.settings.start_timeout_s)
         await require_key(self.settings)
 
     async def answers(self, timeout_s: float) -> bool:
         return await answers(self.url, timeout_s)
-
-    async def stop(self) -> None:
-        await self.process.stop()
 
     async def _has_turn(self) -> bool:
         return self.settings.turn is None or self.settings.turn.exists()
@@ -316,9 +305,6 @@ async def answers(url: str, timeout_s: float) -> bool:
     """Return whether the engine's `/health` succeeds in time."""
     client = EngineClient(url, retries=0)
     try:
-        async with asyncio.timeout(timeout_s):
-            return await client.is_healthy()
-    except TimeoutError:
-        return False
+        return await client.is_healthy(timeout_s)
     finally:
         await client.close()

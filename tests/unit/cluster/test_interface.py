@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuligo.cluster import ray_environment
-from fuligo.cluster.ray_environment import use_interface_of
+from fuligo.cluster import node
+from fuligo.cluster.node import use_interface_of
 
 
 @pytest.fixture(autouse=True)
 def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"lo": ["127.0.0.1"], "eth0": ["fe80::1", "10.0.0.7"], "ib0": ["192.168.0.7"]}
     interfaces = {name: [SimpleNamespace(address=address) for address in its] for name, its in addresses.items()}
-    monkeypatch.setattr(ray_environment.psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(node.psutil, "net_if_addrs", lambda: interfaces)
 
 
 def test_the_interface_with_the_nodes_address_is_used() -> None:

@@ -44,7 +44,7 @@ def test_the_paths_of_sockets_fit() -> None:
 async def setting(name: str, directory: Path) -> int:
     """Return a setting of Ray's processes."""
     command = [sys.executable, "-c", f"import os; print(os.environ['RAY_{name}'])"]
-    process = start_node("Ray", command, directory / "log.txt", {})
+    process = start_node("Ray", command, directory / "log.txt")
     await process.ended()
     return int((directory / "log.txt").read_text())
 

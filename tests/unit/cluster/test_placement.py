@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.cluster.node import prepare_environment
 from fuligo.cluster.placement import EnginePart, engine_parts, place, require_slots
-from fuligo.cluster.ray_environment import prepare_environment
 from fuligo.config.command_line import parse
 from fuligo.config.launcher import chosen_launcher
 from fuligo.errors import ConfigError

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.sglang import engine as engine_module
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings, Start
 from fuligo.engines.sglang.router import RouterSettings
@@ -54,7 +52,7 @@ class ScriptedRouter:
     """Router that records the engines it sends requests to."""
 
     def __init__(self) -> None:
-        self.process = SimpleNamespace(alive=True, check_alive=lambda: None)
+        self.alive = True
         self.url = "http://127.0.0.1:1"
         self.keys = NO_KEYS
         self.engines: list[str] = []
@@ -62,22 +60,22 @@ class ScriptedRouter:
         """Engines that it does not find healthy, once."""
 
     async def add(self, url: str, key: str, **_: object) -> None:
-        self._check_alive()
+        self.check_alive()
         if url in self.refuses:
             self.refuses.remove(url)
             raise EngineError(f"engine {url} was not added by the router")
         self.engines.append(url)
 
     async def remove(self, url: str) -> None:
-        self._check_alive()
+        self.check_alive()
         self.engines = [known for known in self.engines if known != url]
 
-    def _check_alive(self) -> None:
-        if not self.process.alive:
+    def check_alive(self) -> None:
+        if not self.alive:
             raise EngineError("router: connection refused")
 
     async def stop(self) -> None:
-        self.process.alive = False
+        self.alive = False
 
 
 @pytest.fixture
@@ -91,7 +89,7 @@ def routers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedRouter]:
 
     monkeypatch.setattr(fleet_module, "launch_router", launch)
     monkeypatch.setattr(fleet_module, "WATCH_S", 0.01)
-    monkeypatch.setattr(engine_module, "POLL_S", 0.01)
+    monkeypatch.setattr(fleet_module, "ENDING_POLL_S", 0.01)
     return started
 
 
@@ -125,7 +123,7 @@ async def test_an_engine_that_does_not_start_leaves_no_router_behind(routers: li
 
     with pytest.raises(EngineError, match="ended while starting"):
         await fleet_of(["regular"], tmp_path / "log", start=Broken)
-    assert [router.process.alive for router in routers] == [False]
+    assert [router.alive for router in routers] == [False]
 
 
 async def test_the_other_engines_continue_without_one_whose_machine_is_lost(routers: list[ScriptedRouter], tmp_path: Path) -> None:
@@ -137,7 +135,7 @@ async def test_the_other_engines_continue_without_one_whose_machine_is_lost(rout
     async with asyncio.timeout(120):
         while len(routers) < 2 or not routers[1].engines:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
-    assert not routers[0].process.alive
+    assert not routers[0].alive
     assert routers[1].engines == [other.url]
     assert (fleet.servers, fleet.group.urls) == ([other], (other.url,))
     assert not watch.done()
@@ -180,7 +178,7 @@ async def test_the_watch_waits_for_an_engine_that_is_about_to_end(routers: list[
 async def test_an_engine_that_neither_answers_nor_ends_is_named(
     routers: list[ScriptedRouter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "ENDING_S", 0.05)
+    monkeypatch.setattr(fleet_module, "ENDING_S", 0.05)
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log", restart=False)
     monkeypatch.setattr(fleet.servers[0], "answers", AsyncMock(return_value=False))
     with pytest.raises(EngineError, match=r"engine 0 .* does not answer; its log is"):
@@ -285,7 +283,7 @@ async def test_the_router_dies_with_an_engine(routers: list[ScriptedRouter], tmp
     """The old router is not told that the engine is gone; the next one is."""
     fleet = await fleet_of(["regular", "regular"], tmp_path / "log")
     fleet.sync_restarted = fleet.serve_as_loaded
-    routers[0].process.alive = False
+    routers[0].alive = False
     fleet.group.clients[0].is_overdue = True
     assert await fleet.is_lost(fleet.group.clients[0])
     watch = asyncio.create_task(fleet.watch())
@@ -312,7 +310,7 @@ async def test_an_engine_that_dies_while_a_new_router_is_told_of_it(
         return routers[-1]
 
     monkeypatch.setattr(fleet_module, "launch_router", launch)
-    routers[0].process.alive = False
+    routers[0].alive = False
     watch = asyncio.create_task(fleet.watch())
     async with asyncio.timeout(120):
         while victim in fleet.servers:  # noqa: ASYNC110  # there is no event to wait for

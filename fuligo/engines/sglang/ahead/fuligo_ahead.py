@@ -160,11 +160,7 @@ def start() -> None:
 
 
 def wait(sock: int, parent_pid: int, module: str) -> None:
-    """Import `module`, wait until SGLang would spawn its process, and then run that process's work here.
-
-    Args:
-        sock: descriptor of the socket to the parent
-    """
+    """Import `module`, wait until SGLang would spawn its process, and then run that process's work here. `sock`: socket to the parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before the call
         sys.exit()

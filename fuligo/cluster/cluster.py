@@ -45,9 +45,10 @@ class RayCluster:
         self._placement = placement
         self._reservation = reservation
         self._nodes = nodes
+        # Engines see the run's GPUs on their node, numbered from 0.
         self._parts: dict[str, tuple[RemotePart, ...]] = {
             f"engine {number}": tuple(
-                RemotePart(nodes[part.node].agent, nodes[part.node].bundle.host, ordinals(nodes[part.node], part.slots))
+                RemotePart(nodes[part.node].agent, nodes[part.node].bundle.host, part.slots if nodes[part.node].gpus else ())
                 for part in engine_parts(slots, name=f"engine {number}")
             )
             for number, slots in enumerate(placement.engines)
@@ -176,11 +177,6 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
         ) from None
     nodes = [Node(bundle, agent, its) for bundle, agent, its in zip(reservation.bundles, agents, gpus)]
     return RayCluster(config, device, placement, reservation, nodes)
-
-
-def ordinals(node: Node, slots: Sequence[int]) -> tuple[int, ...]:
-    """Return the GPU indices for an engine in these slots: engines see the run's GPUs on the node, numbered from 0. Empty on a CPU."""
-    return tuple(slots) if node.gpus else ()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,3 @@ def _no_cluster(address: str, error: Exception) -> str:
         f"cannot connect to a Ray cluster at {address} ({error}); start one with `fuligo launch --hostfile F -- ...` or `ray start "
         "--head`, set RAY_ADDRESS, and give every node the same RAY_AUTH_MODE and token"
     )
-
-
-def node_addresses() -> Mapping[str, str]:
-    """Return the addresses of living nodes by node id; the loopback address for a single node."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return {node["NodeID"]: node["NodeManagerAddress"] if len(nodes) > 1 else LOOPBACK for node in nodes}

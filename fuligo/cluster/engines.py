@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from fuligo.cluster.rank import reason
@@ -76,9 +75,8 @@ class RemoteServer:
         return await answers(self.url, timeout_s)
 
     async def stop(self) -> None:
-        stopping = [asyncio.ensure_future(_finished(part.agent.stop.remote(self.settings.name))) for part in self._parts]
-        _, silent = await asyncio.wait(stopping, timeout=STOP_TIMEOUT_S)
-        if silent or not all(stopped.result() for stopped in stopping):
+        calls = (asyncio.wait_for(part.agent.stop.remote(self.settings.name), STOP_TIMEOUT_S) for part in self._parts)
+        if any(isinstance(stopped, BaseException) for stopped in await asyncio.gather(*calls, return_exceptions=True)):
             self.is_lost = True  # nothing can be stopped on a lost node
         for ending in self._endings:
             ending.cancel()
@@ -99,14 +97,6 @@ class RemoteServer:
             return f"on {part.host}: {await part.agent.ending.remote(self.settings.name)}"
         except RayError as error:
             return f"{self.settings.name} is lost with its node {part.host}: {reason(error)}"
-
-
-async def _finished(call: ray.ObjectRef) -> bool:
-    try:
-        await call
-    except RayError:
-        return False
-    return True
 
 
 def _log_of(settings: ServerSettings, part: int) -> Path:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from fuligo.engines.host import LOOPBACK, bracketed, own_address
 from fuligo.errors import ConfigError
@@ -95,11 +94,12 @@ def head_ip(head: Host | None, others: Sequence[Host]) -> str:
 
 def _is_here(address: str) -> bool:
     """Return whether the address belongs to this machine: only own addresses can be bound."""
-    try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:  # a name that only ssh can resolve
-        return False
-    return any(_can_be_bound(family, its) for family, _, _, _, its in found)
+    with suppress(OSError):  # a name that only ssh can resolve
+        for family, _, _, _, its in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family) as probe:
+                probe.bind(its)
+                return True
+    return False
 
 
 def _leads_here(address: str) -> bool:
@@ -108,15 +108,6 @@ def _leads_here(address: str) -> bool:
         ip = own_address([f"http://{bracketed(address)}"])
         return not ip_address(ip).is_loopback and ip in {its[0] for *_, its in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)}
     return False
-
-
-def _can_be_bound(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
-    try:
-        with socket.socket(family) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
 
 
 NODES_VARIABLE = "SLURM_JOB_NODELIST"
@@ -151,30 +142,31 @@ def task_number(environment: Mapping[str, str]) -> int:
 def expand_node_list(text: str) -> list[str]:
     """Expand Slurm's list: `gpu[08-10,12],login` becomes gpu08, gpu09, gpu10, gpu12, login. Raises ConfigError if it is malformed."""
     entries = _ENTRY.findall(text)
-    if ",".join(entries) != text or not entries:
-        raise _malformed(text)
-    names = [name for entry in entries for name in _expand_entry(entry, text)]
+    try:
+        if ",".join(entries) != text or not entries:
+            raise ValueError
+        names = [name for entry in entries for name in _expand_entry(entry)]
+    except ValueError:
+        raise ConfigError(
+            f"cannot read {NODES_VARIABLE}={text}: expected a list such as node[01-04,7],login; list the hosts with --hostfile"
+        ) from None
     for name in names:
         require_host_name(name, NODES_VARIABLE)
     return names
 
 
-def _expand_entry(entry: str, text: str) -> Iterator[str]:
+def _expand_entry(entry: str) -> Iterator[str]:
     parts = [
-        [part["text"]] if part["text"] is not None else [number for item in part["ranges"].split(",") for number in _numbers(item, text)]
+        [part["text"]] if part["text"] is not None else [number for item in part["ranges"].split(",") for number in _numbers(item)]
         for part in _PART.finditer(entry)
     ]
     return ("".join(chosen) for chosen in product(*parts))
 
 
-def _numbers(item: str, text: str) -> list[str]:
-    """Expand a range such as `08-10`, with numbers padded to the width of the first. Raises ConfigError if it is malformed."""
+def _numbers(item: str) -> list[str]:
+    """Expand a range such as `08-10`, with numbers padded to the width of the first. Raises ValueError if it is malformed."""
     match = _RANGE.fullmatch(item)
     if match is None:
-        raise _malformed(text)
+        raise ValueError
     first, last = match["first"], match["last"] or match["first"]
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-
-
-def _malformed(text: str) -> ConfigError:
-    return ConfigError(f"cannot read {NODES_VARIABLE}={text}: expected a list such as node[01-04,7],login; list the hosts with --hostfile")

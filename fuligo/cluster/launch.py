@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from fuligo.cluster.hostfile import Host
-from fuligo.cluster.node import GRACE_S, TOKEN_VARIABLE, head_is_open, new_token, start_command, start_node, token_environment
+from fuligo.cluster.node import GRACE_S, TOKEN_VARIABLE, head_is_open, start_command, start_node, token_environment
 from fuligo.config.launcher import ADDRESS_VARIABLE
 from fuligo.engines.host import PortClaims, endpoint, own_address
 from fuligo.engines.server_process import last_lines
@@ -74,13 +74,13 @@ class LaunchedCluster:
             ) from None
         self._settings = settings
         num_cpus, num_gpus = slots_here(settings.num_slots, settings.device)
-        token = new_token()
+        environment = token_environment()
         self.address = endpoint(settings.ip, settings.port)
-        os.environ.update({**token_environment(token), ADDRESS_VARIABLE: self.address})
+        os.environ.update({**environment, ADDRESS_VARIABLE: self.address})
         self._claims = PortClaims()
         command = start_command(self._claims, head_port=settings.port, host=settings.ip, num_cpus=num_cpus, num_gpus=num_gpus)
         self._head = start_node("the Ray head", command, settings.logs / "ray-head.txt")
-        self._workers = {host: self._start_worker(host, token) for host in settings.workers}
+        self._workers = {host: self._start_worker(host, environment[TOKEN_VARIABLE]) for host in settings.workers}
 
     async def wait_ready(self) -> None:
         """Wait until all nodes have joined. Raises EngineError, which names the node, if one did not start or did not join in time."""

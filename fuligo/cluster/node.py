@@ -67,21 +67,18 @@ def session_root() -> Path:
     return kept_directory(Path(root, name), f"{name}-") / "ray"
 
 
-_HEALTH_TIMEOUT = "RAY_health_check_timeout_ms"
-"""Timeout of one health check. Ray gives up a host after five unanswered checks, 3 s apart. With 5 s that takes 40 s, as for a silent rank,
-instead of 65 s."""
-_PRESTART = "RAY_prestart_worker_first_driver"
-"""Switch of the idle worker processes, one for each CPU, that Ray starts by default when the run connects. Every one imports Ray, and the
-run's actors are far fewer than the CPUs of a large node."""
-
-
 def start_node(name: str, command: list[str], log_file: Path) -> ServerProcess:
     """Start a process of Ray."""
-    own = {
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # nothing else runs on the run's nodes
-        _HEALTH_TIMEOUT: os.environ.get(_HEALTH_TIMEOUT, "5000"),
-        _PRESTART: os.environ.get(_PRESTART, "0"),
+    given = {
+        # Ray gives up a host after five unanswered checks, 3 s apart. With 5 s for a check that takes 40 s, as for a silent rank, instead
+        # of 65 s.
+        "RAY_health_check_timeout_ms": "5000",
+        # By default Ray starts an idle worker for each CPU when the run connects. Every one imports Ray, and the run's actors are far
+        # fewer than the CPUs of a large node.
+        "RAY_prestart_worker_first_driver": "0",
     }
+    own = {name: os.environ.get(name, value) for name, value in given.items()}
+    own["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # nothing else runs on the run's nodes
     command = [*command, f"--temp-dir={session_root()}"]
     return ServerProcess(name, command, log_file=log_file, environment=own, grace_s=GRACE_S)
 
@@ -111,23 +108,14 @@ def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str,
     starts_here = not several_nodes and not environment.get(ADDRESS_VARIABLE)
     has_token = environment.get(TOKEN_VARIABLE) or environment.get("RAY_AUTH_TOKEN_PATH")
     if starts_here and not has_token and environment.get("RAY_AUTH_MODE", "token") == "token":
-        environment.update(token_environment(new_token()))  # a cluster that is started here belongs to this run alone
+        environment.update(token_environment())  # a cluster that is started here belongs to this run alone
     for name, value in GUARDS_LIVE.items():
         environment.setdefault(name, value)
 
 
-def new_token() -> str:
-    """Return a new random token; any process that has it may use the cluster."""
-    return secrets.token_hex(32)
-
-
-def token_environment(token: str) -> dict[str, str]:
-    """Return the environment of every process of a cluster that requires the token."""
-    return {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: token}
-
-
-_EXACTLY = "="
-"""Prefix for an exact interface name; NCCL would take a bare name as a prefix of names."""
+def token_environment() -> dict[str, str]:
+    """Return the environment of every process of a cluster that requires a token, a new random one. Who has it may use the cluster."""
+    return {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: secrets.token_hex(32)}
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -143,4 +131,4 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
     if name is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
         environment.setdefault("TP_SOCKET_IFNAME", name)
-        environment.setdefault("NCCL_SOCKET_IFNAME", _EXACTLY + name)
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly: NCCL would take a bare name as a prefix of names

@@ -12,11 +12,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fuligo.cluster.connection import node_addresses
 from fuligo.cluster.node import GUARDS_LIVE, use_interface_of
 from fuligo.config.python_path import with_inherited_path
 from fuligo.config.secret import Environment
-from fuligo.engines.host import PortClaims
+from fuligo.engines.host import LOOPBACK, PortClaims
 from fuligo.engines.server_process import last_lines
 from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
 from fuligo.errors import ConfigError, EngineError
@@ -158,7 +157,8 @@ async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float
         if isinstance(error, TimeoutError):
             raise ConfigError(_what_is_missing(node_sizes, resource, timeout_s)) from None
         raise
-    hosts = node_addresses()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] if len(nodes) > 1 else LOOPBACK for node in nodes}
     node_ids = placement_group_table(group)["bundles_to_node_id"]
     bundles = [Bundle(index, size, node_ids[index], hosts[node_ids[index]]) for index, size in enumerate(node_sizes)]
     return Reservation(group, physical_order(bundles))

@@ -1,7 +1,8 @@
-"""Answers of SGLang's HTTP API, checked and converted to the types of `generation`."""
+"""Bodies and answers of SGLang's HTTP API: answers checked and converted to the types of `generation`, and images as base64."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -11,11 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuligo.engines.generation import EngineLoad, Generation, RoutingQuery
-from fuligo.types import FloatArray, IntArray, RoutedExperts
+from fuligo.types import FloatArray, IntArray, PromptImage, RoutedExperts
 
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted; rounding can make that of a near-certain token slightly positive."""
+
+
+MAX_IMAGES = 64
+_PREFIX = "data:image;base64,"
 
 
 class Retryable(Exception):
@@ -147,3 +152,31 @@ def parse_scores(answer: Any, scored_ids: IntArray) -> FloatArray:
     if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
         raise Retryable("an input log-probability is positive or not finite")
     return logprobs
+
+
+def encoded_images(images: Sequence[PromptImage]) -> list[str]:
+    """Return the images as base64 data URIs: the value of `image_data`, in the order of the images' tokens."""
+    return [_PREFIX + base64.b64encode(image.data).decode() for image in images]
+
+
+def decoded_images(value: Any) -> list[bytes]:
+    """Return the images' bytes. Paths and URLs, which SGLang would open, are rejected, so that clients cannot read files through an engine.
+
+    Raises ValueError if the value is malformed.
+    """
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise ValueError("image_data must be a base64 string or data URI, or a list of them")
+    if len(given) > MAX_IMAGES:
+        raise ValueError(f"image_data has {len(given)} images, but a request may have at most {MAX_IMAGES}")
+    return [_decoded(each, number) for number, each in enumerate(given)]
+
+
+def _decoded(text: str, number: int) -> bytes:
+    encoded = text.partition(",")[2] if text.startswith("data:") else text
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise ValueError(
+            f"image_data[{number}] is not base64 or a base64 data URI; send the image itself, since paths and URLs are not read"
+        ) from error

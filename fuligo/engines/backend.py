@@ -10,6 +10,7 @@ from typing import Protocol
 
 from fuligo.config import Config
 from fuligo.config.config import ServedModel
+from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.server import EnginePlace, Server, ServerSettings
@@ -97,7 +98,6 @@ class LentEngine:
     number: int | None = None
     """Index among the engines; None for a single engine or a router."""
     num_ranks: int = 1
-    """Tensor-parallel processes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,7 +118,6 @@ class SharedEngines:
     lent: tuple[LentEngines, ...]
     """Engines of each run, in the order of the runs."""
     fleet: EngineFleet | None = None
-    """Supervisor of the engines; None if dead engines are not restarted."""
 
 
 class EngineHosts(Protocol):
@@ -194,3 +193,13 @@ async def stopped_at_exit(process: StartedProcess) -> AsyncIterator[None]:
         raise
     finally:
         await process.stop()
+
+
+def connect_to(config: Config, urls: Sequence[str], keys: EngineKeys, stack: AsyncExitStack) -> EngineGroup:
+    """Return the group of engines that SGLang does not run for this run; `stack` closes the connections."""
+    timeout_s = config.rollout.rollout_timeout_s
+    deadlines = ControlDeadlines.of_others(request_timeout_s=timeout_s, start_timeout_s=config.engine.engine_start_timeout_s)
+    retries = config.rollout.rollout_retries
+    group = EngineGroup.connect(urls, keys=keys, retries=retries, timeout_s=timeout_s, deadlines=deadlines)
+    stack.push_async_callback(group.close)
+    return group

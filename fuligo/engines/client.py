@@ -9,11 +9,19 @@ from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
-from fuligo.engines.answers import Retryable, WeightLabel, parse_generation, parse_load, parse_routing, parse_scores, scoring_body
+from fuligo.engines.answers import (
+    Retryable,
+    WeightLabel,
+    encoded_images,
+    parse_generation,
+    parse_load,
+    parse_routing,
+    parse_scores,
+    scoring_body,
+)
 from fuligo.engines.connection import DEFAULT, UNLIMITED, Connection, ControlDeadlines, Deadline, Overdue
 from fuligo.engines.engine import MemoryTag, PauseMode
 from fuligo.engines.generation import EngineLoad, Generation, ModelInfo, RequestOptions, SamplingParams
-from fuligo.engines.image_data import encoded_images
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.weight_manifest import AdapterPayload, WeightsDigest
@@ -34,7 +42,6 @@ class EngineClient:
     url: str
     """Address of the engine or router, `http://HOST:PORT`."""
     keys: EngineKeys = NO_KEYS
-    """Keys sent with the requests."""
     _: KW_ONLY
     retries: int = 3
     """Additional attempts after a connection error, a 5xx status or a malformed answer."""
@@ -171,15 +178,9 @@ class EngineClient:
     async def init_weights_update_group(
         self, *, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        body = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        await self._call("/init_weights_update_group", body, within=self.deadlines.bucket, retries=0)
+        store = {"master_address": host, "master_port": port}
+        group = {"rank_offset": rank_offset, "world_size": world_size, "group_name": group_name, "backend": backend}
+        await self._call("/init_weights_update_group", store | group, within=self.deadlines.bucket, retries=0)
 
     async def update_weights_from_distributed(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, version: int | None

@@ -7,7 +7,6 @@ import math
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -30,32 +29,24 @@ class Deadline(NamedTuple):
     """Flag that raises the limit; empty if none does."""
 
 
-STEP = Deadline(120.0)
-"""Default of `ControlDeadlines.step`: longer than a step of SGLang, which prefills in chunks."""
-WEIGHTS = Deadline(600.0)
-"""Default of `ControlDeadlines.weights`: the default start timeout of an engine."""
-BUCKET = Deadline(300.0)
-"""Default of `ControlDeadlines.bucket`: far shorter than the deadline of the trainer's ranks, which wait for the call."""
-
 UNLIMITED = Deadline(math.inf)
 """Deadline of calls whose caller limits the time of each step."""
 
 
-@dataclass(slots=True, frozen=True)
-class ControlDeadlines:
+class ControlDeadlines(NamedTuple):
     """Deadlines by kind of call."""
 
-    step: Deadline = STEP
-    """Calls that the scheduler handles between two steps."""
-    weights: Deadline = WEIGHTS
+    step: Deadline = Deadline(120.0)
+    """Calls that the scheduler handles between two steps; longer than a step of SGLang, which prefills in chunks."""
+    weights: Deadline = Deadline(600.0)
     """Calls that load all weights or move memory; the limit is the time in which an engine must start."""
-    bucket: Deadline = BUCKET
-    """Loading one bucket of weights, or joining a process group."""
+    bucket: Deadline = Deadline(300.0)
+    """Loading one bucket of weights, or joining a process group; far shorter than the deadline of the trainer's ranks, which wait."""
 
     @classmethod
     def of_watched(cls, *, health_timeout_s: float, start_timeout_s: float) -> ControlDeadlines:
         """Return the deadlines of SGLang engines that the run started."""
-        step = Deadline(max(STEP.seconds, health_timeout_s), "--rollout-health-check-timeout")
+        step = Deadline(max(DEFAULT.step.seconds, health_timeout_s), "--rollout-health-check-timeout")
         return cls(step, Deadline(start_timeout_s, "--engine-start-timeout-s"))
 
     @classmethod

@@ -56,10 +56,8 @@ class InferenceEngine(Protocol):
 
         Args:
             input_ids: [P] prompt, followed by the tokens so far if a response is continued
-            params: sampling parameters
             rid: request id in the engine; a retry is sent as `<rid>.retry<n>`
             was_aborted: called after a failed attempt; if it returns True, all requests were aborted and the result is empty
-            options: see `RequestOptions`
         """
         ...
 
@@ -109,20 +107,12 @@ class InferenceEngine(Protocol):
     async def update_weights_from_distributed(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, version: int | None
     ) -> None:
-        """Receive one bucket from rank 0 of the group as one flat tensor of bytes; return when it is loaded.
-
-        Args:
-            version: see `update_weights_from_tensor`
-        """
+        """Receive one bucket from rank 0 of the group as a flat tensor of bytes, and load it; see `update_weights_from_tensor`."""
 
     async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
-        """Receive all buckets of a sync, whose names are in the group's store; return when all are loaded. The caller limits the time.
+        """Receive all buckets of the sync number `stream`, whose names are in the group's store, and load them. The caller limits the time.
 
         Only if all ranks of the engine announced in the store that they receive streams.
-
-        Args:
-            stream: number of the sync in the group
-            version: see `update_weights_from_tensor`
         """
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
@@ -147,10 +137,6 @@ class InferenceEngine(Protocol):
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until the engine is healthy. Raises EngineError if it is not healthy within `timeout_s`."""
 
-    async def is_healthy(self, timeout_s: float | None = None) -> bool:
-        """Return whether the engine answers its health check, in time if there is a limit. Never raises."""
-        ...
-
     async def scheduler_answers(self, timeout_s: float) -> bool:
         """Return whether the scheduler, which can hang while the health check succeeds, answers in time. Never raises."""
         ...
@@ -169,9 +155,7 @@ class InferenceEngine(Protocol):
     async def start_profile(self, directory: str, name: str) -> None:
         """Start the engine's profiler; only with the capability `writes_profiles`.
 
-        Args:
-            directory: directory on the engine's machine to which the traces are written
-            name: prefix of the traces' file names
+        It writes traces, whose file names begin with `name`, to a directory on the engine's machine.
         """
 
     async def stop_profile(self) -> None:

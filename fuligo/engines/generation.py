@@ -51,7 +51,7 @@ class SamplingParams:
                 raise ValueError(f"sampling_params.{name} is not known; known parameters: {sorted(FIELD_RULES)}")
             if body[name] not in NEUTRAL[name]:
                 raise ValueError(f"sampling_params.{name} is not supported; remove it or set it to {NEUTRAL[name][-1]!r}")
-        values: dict[str, Any] = {"max_new_tokens": DEFAULT_MAX_NEW_TOKENS}
+        values: dict[str, Any] = {"max_new_tokens": 128}  # SGLang's default
         for name, (types, valid, rule) in FIELD_RULES.items():
             value = body.get(name)
             if value is None:
@@ -70,8 +70,6 @@ class SamplingParams:
         return params
 
 
-DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's default."""
 FIELD_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "max_new_tokens": (int, lambda x: x >= 1, "an integer >= 1"),
     "min_new_tokens": (int, lambda x: x >= 0, "an integer >= 0"),

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, TypeVar, Unpack
 
 from fuligo.engines.client import EngineClient
@@ -51,37 +51,31 @@ class _Aborts:
     number: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class EngineGroup:
-    """Several engines that serve the same weights, used like one.
+    """Several engines that serve the same weights, used like one."""
 
-    Args:
-        clients: all engines; control calls go to each of them
-        router: receives requests if given; otherwise the engines take turns
-        membership: supervisor of the engines; None if dead engines are not restarted
-        split: prefill and decode are separate engines, which the router combines
-    """
+    clients: list[InferenceEngine]
+    """All engines; control calls go to each of them."""
+    router: InferenceEngine | None = None
+    """Receives requests if given; otherwise the engines take turns."""
+    _: KW_ONLY
+    membership: Membership | None = None
+    """Supervisor of the engines; None if dead engines are not restarted."""
+    split: bool = False
+    """True if prefill and decode are separate engines, which the router combines."""
+    joining: list[InferenceEngine] = field(default_factory=list, init=False)
+    """Restarted engines that wait for weights and get no requests."""
+    served: Served = field(default_factory=Served, init=False)
+    """Sums over all results of `generate`."""
+    _aborts: _Aborts = field(default_factory=_Aborts)
+    _num_direct: Counter[InferenceEngine] = field(default_factory=Counter, init=False)
+    """Requests in flight that bypassed the router."""
+    _num_lost: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        clients: Sequence[InferenceEngine],
-        router: InferenceEngine | None = None,
-        *,
-        membership: Membership | None = None,
-        split: bool = False,
-    ) -> None:
-        self.split = split
-        self._aborts = _Aborts()
-        self.clients = list(clients)
-        self.router = router
-        self.joining: list[InferenceEngine] = []
-        """Restarted engines that wait for weights and get no requests."""
-        self.membership = membership
-        self.served = Served()
-        """Sums over all results of `generate`."""
+    def __post_init__(self) -> None:
+        self.clients = list(self.clients)
         self._turn = itertools.cycle(enumerate(self.clients))
-        self._num_direct: Counter[InferenceEngine] = Counter()
-        """Requests in flight that bypassed the router."""
-        self._num_lost = 0
 
     @classmethod
     def connect(
@@ -97,7 +91,7 @@ class EngineGroup:
         """Return the group of the engines at `urls`, which have the same keys; nothing is sent yet."""
         clients = [EngineClient(url, keys, retries=retries, timeout_s=timeout_s, deadlines=deadlines) for url in urls]
         router = EngineClient(router_url, keys, retries=retries, timeout_s=timeout_s) if router_url else None
-        return cls(clients, router)
+        return cls([*clients], router)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -106,9 +100,8 @@ class EngineGroup:
     @property
     def everyone(self) -> EngineGroup:
         """New group of all current engines: those that serve, and restarted ones that wait for weights."""
-        everyone = EngineGroup([*self.clients, *self.joining], self.router, membership=self.membership, split=self.split)
-        everyone._aborts = self._aborts
-        return everyone
+        everyone = [*self.clients, *self.joining]
+        return EngineGroup(everyone, self.router, membership=self.membership, split=self.split, _aborts=self._aborts)
 
     @property
     def is_settled(self) -> bool:
@@ -125,19 +118,20 @@ class EngineGroup:
         self, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
     ) -> Generation:
         """Sample one response; see `InferenceEngine.generate`."""
-        if (routing := options.get("routing")) is not None:
-            generation = await self._generate_directly(routing.affinity, input_ids, params, rid=rid, **options)
+
+        async def attempt(client: InferenceEngine) -> Generation:
+            # A request that a prefill engine hands over during an abort is answered with an error.
+            num_before = self._aborts.number
+            was_aborted = (lambda: self._aborts.number > num_before) if self.split else None
+            return await client.generate(input_ids, params, rid=rid, was_aborted=was_aborted, **options)
+
+        routing, timeout_s = options.get("routing"), options.get("timeout_s")
+        if routing is None:
+            number, generation = await self._somewhere(attempt, timeout_s)
         else:
-
-            async def attempt(client: InferenceEngine) -> Generation:
-                # A request that a prefill engine hands over during an abort is answered with an error.
-                num_before = self._aborts.number
-                was_aborted = (lambda: self._aborts.number > num_before) if self.split else None
-                return await client.generate(input_ids, params, rid=rid, was_aborted=was_aborted, **options)
-
-            number, generation = await self._somewhere(attempt, options.get("timeout_s"))
-            if generation.engine is None:
-                generation.engine = number
+            number, generation = await self._directly(attempt, routing.affinity, timeout_s)
+        if generation.engine is None:
+            generation.engine = number
         self.served = self.served.plus(generation)
         return generation
 
@@ -162,30 +156,28 @@ class EngineGroup:
                 if self._num_lost == num_lost:
                     raise
 
-    async def _generate_directly(
-        self, affinity: int, input_ids: Sequence[int] | IntArray, params: SamplingParams, *, rid: str, **options: Unpack[RequestOptions]
-    ) -> Generation:
-        """Generate on an engine directly, since the router drops the routing query. If the engine dies, retry on another.
+    async def _directly(
+        self, call: Callable[[InferenceEngine], Awaitable[T]], affinity: int, timeout_s: float | None
+    ) -> tuple[int | None, T]:
+        """Call an engine directly, since the router drops the routing query. If the engine dies, retry on another.
 
-        The affinity chooses the engine, unless another is much less busy.
+        The affinity chooses the engine, unless another is much less busy. Return the engine's number and the answer.
         """
         while True:
-            await self._until_one_serves(options.get("timeout_s"))
+            await self._until_one_serves(timeout_s)
             client = self.clients[affinity % len(self.clients)]
             idlest = min(self.clients, key=lambda other: self._num_direct[other])
             if self._num_direct[client] > self._num_direct[idlest] + MAX_AHEAD:
                 client = idlest
             self._num_direct[client] += 1
             try:
-                generation = await client.generate(input_ids, params, rid=rid, **options)
+                answer = await call(client)
             except EngineError:
                 if self.membership is None or not await self.membership.is_lost(client):
                     raise
                 self.remove(client)
             else:
-                if generation.engine is None:
-                    generation.engine = self.clients.index(client) if client in self.clients else None
-                return generation
+                return self.clients.index(client) if client in self.clients else None, answer
             finally:
                 self._num_direct[client] -= 1
 

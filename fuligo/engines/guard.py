@@ -147,8 +147,13 @@ def _wait_for_end(child: subprocess.Popen[bytes], timeout_s: float, *, force: bo
 def _shared_files(family: Iterable[int]) -> list[Path]:
     """Return the shared files that these processes have mapped; matched by inode, since glibc renames semaphores after mapping them."""
     inodes = {inode for pid in family for inode in _mapped_inodes(pid)}
-    candidates = [file for file in SHARED_MEMORY.glob("*") if file.name.startswith(SHARED_BY_A_FAMILY)]
-    return [file for file in candidates if _inode(file) in inodes]
+    found: list[Path] = []
+    for file in SHARED_MEMORY.glob("*"):
+        with suppress(FileNotFoundError):
+            # lstat, since another user's link may point to a disk that does not answer
+            if file.name.startswith(SHARED_BY_A_FAMILY) and file.lstat().st_ino in inodes:
+                found.append(file)
+    return found
 
 
 def _mapped_inodes(pid: int) -> Iterator[int]:
@@ -158,13 +163,6 @@ def _mapped_inodes(pid: int) -> Iterator[int]:
     except OSError:
         return
     yield from (int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line)
-
-
-def _inode(file: Path) -> int | None:
-    try:
-        return file.lstat().st_ino  # lstat, since another user's link may point to a disk that does not answer
-    except FileNotFoundError:
-        return None
 
 
 def _signal_all(group: int, number: int) -> None:

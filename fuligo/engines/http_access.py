@@ -114,28 +114,19 @@ class Strangers:
     """Seconds after which a connection is closed."""
     max_bytes: int = 1 << 20
     """Number of bytes that may arrive without a key; a request's body is read only after its key was checked."""
-    _connections: "dict[Connection, asyncio.TimerHandle]" = field(default_factory=dict)
+    connections: "dict[Connection, asyncio.TimerHandle]" = field(default_factory=dict)
     """Time limit of each connection, oldest connection first."""
 
     def add(self, connection: "Connection") -> None:
         """Add a connection, and close the oldest one if there are too many."""
-        while len(self._connections) >= self.max_connections:
-            next(iter(self._connections)).abort()
-        self._connections[connection] = asyncio.get_running_loop().call_later(self.max_s, connection.abort)
+        while len(self.connections) >= self.max_connections:
+            next(iter(self.connections)).abort()
+        self.connections[connection] = asyncio.get_running_loop().call_later(self.max_s, connection.abort)
 
     def remove(self, connection: "Connection") -> None:
         """Remove a connection and its time limit."""
-        if (timer := self._connections.pop(connection, None)) is not None:
+        if (timer := self.connections.pop(connection, None)) is not None:
             timer.cancel()
-
-    def renew(self, connection: "Connection") -> None:
-        """Reset the time limit of a connection, if it is unauthenticated."""
-        if connection in self._connections:
-            self._connections.pop(connection).cancel()
-            self.add(connection)
-
-    def __contains__(self, connection: "Connection") -> bool:
-        return connection in self._connections
 
 
 class Connection(HttpToolsProtocol):
@@ -155,7 +146,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self in self._strangers:
+        if self in self._strangers.connections:
             self._num_bytes += len(data)
             if self._num_bytes > self._strangers.max_bytes:
                 self.abort()
@@ -178,7 +169,9 @@ class Connection(HttpToolsProtocol):
     def renew(self) -> None:
         """Reset the limits of time and bytes."""
         self._num_bytes = 0
-        self._strangers.renew(self)
+        if self in self._strangers.connections:
+            self._strangers.remove(self)
+            self._strangers.add(self)
 
 
 def admit(scope: Scope) -> None:

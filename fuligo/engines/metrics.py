@@ -38,7 +38,16 @@ class EngineMonitor:
     async def poll(self) -> None:
         """Poll every engine once."""
         loads: dict[int, EngineLoad] = {}
-        await asyncio.gather(*(self._ask(client, loads) for client in self._engines.clients))
+
+        async def ask(client: InferenceEngine) -> None:
+            number = self._numbers.setdefault(client.url, len(self._numbers))
+            try:
+                async with asyncio.timeout(POLL_TIMEOUT_S):
+                    loads[number] = await client.load(retries=0)
+            except (EngineError, TimeoutError):
+                self._num_missed += 1
+
+        await asyncio.gather(*map(ask, self._engines.clients))
         if any(load.num_running or load.num_waiting for load in loads.values()):
             self._polls.append(loads)
 
@@ -49,14 +58,6 @@ class EngineMonitor:
         before, self._served = self._served, self._engines.served
         metrics = load_metrics(polls, num_engines=len(self._numbers)) | served_metrics(before, self._served)
         return metrics | {"engine/num_missed_polls": num_missed}
-
-    async def _ask(self, client: InferenceEngine, loads: dict[int, EngineLoad]) -> None:
-        number = self._numbers.setdefault(client.url, len(self._numbers))
-        try:
-            async with asyncio.timeout(POLL_TIMEOUT_S):
-                loads[number] = await client.load(retries=0)
-        except (EngineError, TimeoutError):
-            self._num_missed += 1
 
 
 def load_metrics(polls: Sequence[dict[int, EngineLoad]], *, num_engines: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +75,15 @@ ORPHANS_TIMEOUT_S = 60.0
 """Seconds for killed processes to end: the kernel first frees their memory, which may be terabytes."""
 
 
+@dataclass(eq=False, repr=False)
 class LoggedProcess:
-    """Child process with a log, watched until it ends.
+    """Child process with a log, watched until it ends."""
 
-    Args:
-        name: name in messages: `engine 3`, `router`
-        log_file: file with its stdout and stderr
-    """
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log_file: Path) -> None:
-        self.name = name
-        self.log_file = log_file
-        self._process = process
+    name: str
+    """Name in messages: `engine 3`, `router`."""
+    _process: subprocess.Popen[bytes]
+    log_file: Path
+    """File with its stdout and stderr."""
 
     @property
     def pid(self) -> int:
@@ -98,7 +96,10 @@ class LoggedProcess:
     def check_alive(self, advice: str = "") -> None:
         """Check that the process is running. Raises EngineError with the last lines of its log and `advice` if it has ended."""
         if not self.alive:
-            raise EngineError(f"{self.name} {self._ending()}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}{advice}")
+            code = self._process.returncode
+            was_killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+            ending = "was killed (out of memory, or by itself after an error)" if was_killed else f"ended with exit code {code}"
+            raise EngineError(f"{self.name} {ending}; its log ({self.log_file}) ends:\n{last_lines(self.log_file)}{advice}")
 
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout_s: float, *, what: str | None = None) -> None:
         """Wait until `ready` returns True.
@@ -127,12 +128,6 @@ class LoggedProcess:
         except TimeoutError:
             self._process.kill()
             await self.ended()
-
-    def _ending(self) -> str:
-        code = self._process.returncode
-        if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-            return "was killed (out of memory, or by itself after an error)"
-        return f"ended with exit code {code}"
 
 
 class ServerProcess(LoggedProcess):

@@ -7,10 +7,12 @@ new requests while the run's adapter changes, aborts requests in flight by id, a
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+from fuligo.engines.answers import WeightLabel
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import Overdue
 from fuligo.engines.engine import PauseMode
@@ -24,23 +26,8 @@ ABORT_AGAIN_S = 0.2
 """Seconds between aborts; each catches requests that were on their way during the previous one."""
 
 
-@dataclass(slots=True, frozen=True)
-class AdapterLabel:
-    """Name of a run's adapter in the engines: `2/40#DIGEST` is version 40 of run 2."""
-
-    run: str
-    version: int
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.run}/{self.version}#{self.digest}"
-
-    @classmethod
-    def parse(cls, name: str) -> Self | None:
-        """Parse the name of an adapter; return None for other names, such as the base model's."""
-        run, _, rest = name.partition("/")
-        version, _, digest = rest.partition("#")
-        return cls(run, int(version), digest) if version.isdecimal() and digest and "/" not in rest else None
+_LABEL = re.compile(r"\d+#[^/]+")
+"""`WeightLabel` of a run's adapter in the name of the adapter: `2/40#DIGEST` is version 40 of run 2."""
 
 
 @dataclass(slots=True)
@@ -49,7 +36,7 @@ class RunRequests:
 
     run: str
     """Name of the run; part of its adapter's name and of its requests' ids."""
-    label: AdapterLabel | None = None
+    label: WeightLabel | None = None
     """Adapter that requests use; None before the first sync."""
     in_flight: set[str] = field(default_factory=set)
     """Ids of requests that were sent and are not answered yet."""
@@ -103,20 +90,24 @@ class SharedEngineClient(EngineClient):
         labels = await self._labels()
         if len(labels) > 1:
             raise EngineError(
-                f"engine {self.url} holds {len(labels)} adapters of run {self.run} ({', '.join(map(str, labels))}), but a run may have "
-                "only one; restart the engine"
+                f"engine {self.url} holds {len(labels)} adapters of run {self.run} ({', '.join(map(self._name, labels))}), but a run may "
+                "have only one; restart the engine"
             )
         self._requests.label = label = labels[0] if labels else None
-        return ModelInfo(path, 0, None, None) if label is None else ModelInfo(path, label.version, None, label.digest)
+        return ModelInfo(path, 0, None, None) if label is None else ModelInfo(path, label.version, None, label.adapter)
 
     async def load_adapter(self, adapter: AdapterPayload, version: int) -> None:
-        name = str(AdapterLabel(self._requests.run, version, await adapter.digest))
-        await self._replace_adapters(map(str, await self._labels()), name, adapter)  # the pause has ended requests that use the old one
+        label = WeightLabel(version, adapter=await adapter.digest)
+        # The pause has ended requests that use the old one.
+        await self._replace_adapters(map(self._name, await self._labels()), self._name(label), adapter)
 
-    async def _labels(self) -> list[AdapterLabel]:
+    def _name(self, label: WeightLabel) -> str:
+        return f"{self.run}/{label}"
+
+    async def _labels(self) -> list[WeightLabel]:
         """Return the labels of the run's adapters in the engine."""
-        labels = map(AdapterLabel.parse, await self._adapters())
-        return [label for label in labels if label is not None and label.run == self.run]
+        parts = (name.partition("/") for name in await self._adapters())
+        return [WeightLabel.parse(label) for run, _, label in parts if run == self.run and _LABEL.fullmatch(label)]
 
     async def _requested(
         self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
@@ -133,7 +124,7 @@ class SharedEngineClient(EngineClient):
                 )
             requests.in_flight.add(body["rid"])
             try:
-                answer = await attempt({**body, "lora_path": str(label)})
+                answer = await attempt({**body, "lora_path": self._name(label)})
             finally:
                 requests.in_flight.discard(body["rid"])
             if isinstance(answer, Generation):

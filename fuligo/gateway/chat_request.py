@@ -26,17 +26,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
 }
 """Parameters that are accepted only with these values, or null."""
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "frequency_penalty": "",
-    "presence_penalty": "",
-    "repetition_penalty": "",
-}
-"""Parameters that shape the distribution, and their fields in `SamplingParams`; empty if there is no such field."""
+_SHAPING = ("temperature", "top_p", "top_k", "min_p")
+"""Parameters that shape the distribution, and fields of `SamplingParams`."""
 _NO_PENALTY = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+"""Parameters that shape the distribution and that a rollout does not have."""
 _MAX_STOPS = 16
 
 
@@ -68,7 +61,7 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
     """
     params, num_replaced = _params(body, rollout, replaces)
     for name, value in body.items():
-        if name in _READ or name in _IGNORED or name in _SAMPLING or value is None or value in _NEUTRAL.get(name, ()):
+        if name in _READ or name in _IGNORED or name in _SHAPING or name in _NO_PENALTY or value is None or value in _NEUTRAL.get(name, ()):
             continue
         if name == "tool_choice" and replaces:
             num_replaced += 1
@@ -93,7 +86,7 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
 
 def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) -> tuple[SamplingParams, int]:
     """Return the sampling parameters of the answer, and the number of the request's that were replaced. Raises InvalidRequest."""
-    fixed = {name: getattr(rollout, field) if field else _NO_PENALTY[name] for name, field in _SAMPLING.items()}
+    fixed = {name: getattr(rollout, name) for name in _SHAPING} | _NO_PENALTY
     others = [name for name, value in fixed.items() if body.get(name) is not None and body[name] != value]
     if others and not replaces:
         name = others[0]

@@ -206,9 +206,9 @@ def _error(
     message: str,
     kind: str = "invalid_request_error",
     *,
-    param: str | None = None,
-    code: str | None = None,
     headers: dict[str, str] | None = None,
     content: Callable[..., dict[str, Any]] = error_content,
+    **details: str | None,
 ) -> Response:
-    return json_response(content(message, kind, param=param, code=code), status, headers)
+    """Return an error. `details`: `param` and `code` of `error_content`."""
+    return json_response(content(message, kind, **details), status, headers)

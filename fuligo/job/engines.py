@@ -16,9 +16,8 @@ from fuligo.config.config import ServedModel
 from fuligo.config.secret import reveal
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups, policy_model
-from fuligo.engines.backend import EngineFleet, LaunchedEngines, engine_backend
+from fuligo.engines.backend import EngineFleet, LaunchedEngines, connect_to, engine_backend
 from fuligo.engines.client import EngineClient
-from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
 from fuligo.engines.group import EngineGroup
@@ -231,15 +230,9 @@ async def launch_engines(
 
 
 async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGroup:
-    flags, rollout = config.engine, config.rollout
-    group = EngineGroup.connect(
-        [address if "://" in address else f"http://{address}" for address in flags.rollout_external_engine_addrs],
-        keys=EngineKeys.of_environment(),
-        retries=rollout.rollout_retries,
-        timeout_s=rollout.rollout_timeout_s,
-        deadlines=ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s),
-    )
-    stack.push_async_callback(group.close)
+    flags = config.engine
+    urls = [address if "://" in address else f"http://{address}" for address in flags.rollout_external_engine_addrs]
+    group = connect_to(config, urls, EngineKeys.of_environment(), stack)
     await group.wait_ready(flags.engine_start_timeout_s)
     await group.read_num_ranks()
     await _require_changes(config, group)

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.connection import BUCKET
+from fuligo.engines.connection import DEFAULT
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.host import listening_store, reachable_by_others
 from fuligo.errors import EngineError
@@ -34,7 +34,7 @@ from fuligo.formats.weight_manifest import EngineAddress
 from fuligo.weights.stream import Stream, free_when_sent, wait_until_sent
 
 logger = logging.getLogger(__name__)
-TIMEOUT = timedelta(seconds=BUCKET.seconds)
+TIMEOUT = timedelta(seconds=DEFAULT.bucket.seconds)
 """Timeout of joining a group and of one broadcast, if no engine reports a failure."""
 LEAVE_TIMEOUT_S = 15.0
 """Seconds for an engine to leave a group. With NCCL, an engine that waits for a dead peer waits forever and must be restarted."""

@@ -14,7 +14,6 @@ pytest.importorskip("ray")
 
 import ray
 
-from fuligo.cluster.cluster import Node, ordinals
 from fuligo.cluster.rank import ActorRank
 from fuligo.cluster.reservation import in_physical_order, reserve, start_agent
 from fuligo.config.secret import Environment
@@ -61,9 +60,8 @@ async def test_an_engine_counts_its_gpus_among_those_that_it_sees(cluster: None,
         [bundle] = reservation.bundles
         agent = start_agent(reservation, bundle, "cuda", Environment())
         try:
-            node = Node(bundle, agent, await agent.gpus.remote())
-            assert node.gpus == ("5", "7")
-            place = {"gpu_ids": ordinals(node, [1]), "python": str(interpreter)}
+            assert await agent.gpus.remote() == ("5", "7")
+            place = {"gpu_ids": (1,), "python": str(interpreter)}
             ports = ServerPorts(1, 2, 3)
             await agent.start.remote(ServerSettings("engine 0", "model", 1, 1, {}, "regular", "cuda", "127.0.0.1", ports, log, **place))
             while not (log.exists() and "takes" in log.read_text()):  # noqa: ASYNC110  # a file can only be polled

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cluster.node import new_token, token_environment
+from fuligo.cluster.node import token_environment
 from fuligo.engines.host import PortClaims
 from fuligo.engines.server_process import ServerProcess
 from tests.e2e.command import REPOSITORY, environment
@@ -31,7 +31,7 @@ class RayHead:
     def __init__(self, port: int, dashboard_port: int, log_file: Path) -> None:
         address = {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard_port}"}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the job's python3
-        self._environment = {**environment(PATH=path), **token_environment(new_token()), **address}
+        self._environment = {**environment(PATH=path), **token_environment(), **address}
         start = ["start", "--head", f"--port={port}", f"--dashboard-port={dashboard_port}", "--num-cpus=4", "--block"]
         self.process = ServerProcess(
             "Ray", [sys.executable, "-m", "ray.scripts.scripts", *start], log_file=log_file, environment=self._environment

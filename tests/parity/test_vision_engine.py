@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from fuligo.engines.answers import encoded_images
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import parse_requests
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
-from fuligo.engines.image_data import encoded_images
 from fuligo.models.vision.positions import rotary_positions
 from fuligo.types import PromptImage
 from tests import tiny_vision

@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fuligo.config import Config
-from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
-from fuligo.engines.connection import ControlDeadlines
+from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, connect_to, stopped_at_exit
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded, run_path
-from fuligo.engines.group import EngineGroup
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.formats.adapter_config import adapter_directory
 from fuligo.formats.checkpoint_files import prediction_prefixes
@@ -50,17 +48,8 @@ class EmbeddedBackend:
         return SharedEngines(tuple(LentEngines(run, (LentEngine(engine.url + run_path(run), engine.keys),)) for run in shapes))
 
     def connect(self, config: Config, lent: LentEngines, stack: AsyncExitStack) -> LaunchedEngines:
-        flags, rollout = config.engine, config.rollout
         [engine] = lent.engines
-        group = EngineGroup.connect(
-            [engine.url],
-            keys=engine.keys,
-            retries=rollout.rollout_retries,
-            timeout_s=rollout.rollout_timeout_s,
-            deadlines=ControlDeadlines.of_others(request_timeout_s=rollout.rollout_timeout_s, start_timeout_s=flags.engine_start_timeout_s),
-        )
-        stack.push_async_callback(group.close)
-        return LaunchedEngines(group)
+        return LaunchedEngines(connect_to(config, [engine.url], engine.keys, stack))
 
     def engine_format(self, config: Config) -> EngineFormat:
         """Return a format without MTP layers, which transformers' models lack, and without quantization."""

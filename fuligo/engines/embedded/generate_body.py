@@ -9,12 +9,12 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from fuligo.engines.answers import decoded_images
 from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.model import EngineModel
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.generation import SamplingParams, trim
 from fuligo.engines.http_access import unless_gone
-from fuligo.engines.image_data import decoded_images
 from fuligo.engines.openai_format import json_object
 from fuligo.errors import DataError
 from fuligo.models.vision.placing import completed, place_images

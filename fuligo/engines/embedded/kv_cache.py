@@ -94,15 +94,11 @@ class KVPool:
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return a view [rows, Hkv, capacity, Dk] of a layer's keys."""
-        index = self.shape.layers.index(layer)
-        heads, key_dim, _ = self.shape.shapes[index]
-        return self._by_head(2 * index, heads, key_dim)
+        return self._by_head(layer, 0)
 
     def values(self, layer: int) -> torch.Tensor:
         """Return a view [rows, Hkv, capacity, Dv] of a layer's values."""
-        index = self.shape.layers.index(layer)
-        heads, _, value_dim = self.shape.shapes[index]
-        return self._by_head(2 * index + 1, heads, value_dim)
+        return self._by_head(layer, 1)
 
     def window(self, layer: int) -> torch.Tensor:
         """Return a view [rows, C, inputs] of a layer's convolution inputs."""
@@ -147,10 +143,14 @@ class KVPool:
             self.requests[hole].row = hole
         del self.requests[num_left:]
 
-    def _by_head(self, index: int, num_heads: int, dim: int) -> torch.Tensor:
+    def _by_head(self, layer: int, offset: int) -> torch.Tensor:
+        """Return a view [rows, Hkv, capacity, D] of a layer's keys (offset 0) or values (1)."""
+        index = self.shape.layers.index(layer)
+        num_heads, *dims = self.shape.shapes[index]
+        rows, dim = self.store[2 * index + offset], dims[offset]
         if self.shape.num_blocks > 1:
-            return self.store[index, ..., :dim]
-        return self.store[index, :, 0, :, : num_heads * dim].unflatten(-1, (num_heads, dim)).transpose(1, 2)
+            return rows[..., :dim]
+        return rows[:, 0, :, : num_heads * dim].unflatten(-1, (num_heads, dim)).transpose(1, 2)
 
 
 class KVCache:

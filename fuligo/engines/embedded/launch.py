@@ -35,7 +35,6 @@ class EmbeddedEngineSettings:
     """CPU threads; None: one fewer than the CPU cores."""
     trust_remote_code: bool = False
     adapter: AdapterSource | None = None
-    """LoRA adapter to apply; None: no adapter."""
     shapes_of_runs: Mapping[str, AdapterConfig] = field(default_factory=dict)
     """Adapter shapes of several runs that share the process, by run name; each run's engine is served below `run_path`. Exclusive with
     `adapter`; empty: one engine at the root.

@@ -29,7 +29,6 @@ class Request:
     arrival: int = 0
     """Index of the request among all that the engine received."""
     arrived_s: float = field(default_factory=time.perf_counter)
-    """`time.perf_counter()` at the arrival."""
     waiter: Any = None
     """Future that the caller awaits; the engine does not touch it."""
 

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -101,7 +101,18 @@ def _application(settings: EmbeddedEngineSettings, engines: Sequence[EmbeddedEng
     applications = [protected(Api(engine, allowed).app(), settings.keys, settings.host) for engine in engines]
     if not settings.shapes_of_runs:
         return applications[0]
-    return below_paths({run_path(name): application for name, application in zip(settings.shapes_of_runs, applications, strict=True)})
+    paths = dict(zip(map(run_path, settings.shapes_of_runs), applications, strict=True))
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        for prefix, application in paths.items():
+            if scope["path"].startswith(f"{prefix}/"):
+                await application({**scope, "path": scope["path"].removeprefix(prefix), "raw_path": None}, receive, send)
+                return
+        await error_response(404, "no run is served at this path; use the path of a run, such as /runs/0")(scope, receive, send)
+
+    return route
 
 
 def _load(settings: EmbeddedEngineSettings) -> list[EngineModel]:
@@ -140,21 +151,6 @@ def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engi
             f"cannot allocate a KV cache: {free_bytes / 2**20:.0f} MiB of free memory is not enough; free more, or set --max-total-tokens"
         )
     return min(fitting, max_running_requests * length_class(model.context_length))
-
-
-def below_paths(applications: Mapping[str, ASGIApp]) -> ASGIApp:
-    """Return an application that routes requests by the prefix of their path and removes the prefix."""
-
-    async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        for prefix, application in applications.items():
-            if scope["path"].startswith(f"{prefix}/"):
-                await application({**scope, "path": scope["path"].removeprefix(prefix), "raw_path": None}, receive, send)
-                return
-        await error_response(404, "no run is served at this path; use the path of a run, such as /runs/0")(scope, receive, send)
-
-    return route
 
 
 def protected(app: ASGIApp, keys: EngineKeys, host: str) -> ASGIApp:

@@ -15,6 +15,7 @@ from fuligo.config.topology import EngineGroupSpec, engine_groups, keeps_draft, 
 from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
 from fuligo.engines.client import POLICY_ADAPTER
 from fuligo.engines.connection import ControlDeadlines
+from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.host import LOOPBACK, PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
@@ -99,7 +100,7 @@ class SGLangBackend:
         given["deadlines"] = ControlDeadlines.of_watched(
             health_timeout_s=config.engine.rollout_health_check_timeout, start_timeout_s=config.engine.engine_start_timeout_s
         )
-        clients = [
+        clients: list[InferenceEngine] = [
             SharedEngineClient(each.url, requests, keys=each.keys, number=each.number, num_ranks=each.num_ranks, **given)
             for each in lent.engines
         ]
@@ -140,38 +141,37 @@ def fleet_settings(
     servers: dict[str, list[ServerSettings]] = {}
     for group, server in _servers(config, directory, places, adapters):
         servers.setdefault(group.model, []).append(server)
-    return {model: _fleet_of(config, directory, model, its_servers, claims) for model, its_servers in servers.items()}
-
-
-def _fleet_of(config: Config, directory: Path, model: str, servers: Sequence[ServerSettings], claims: PortClaims) -> FleetSettings:
-    name = "router" if model == policy_model(config) else f"router of {model}"
-    arguments = dict(config.router.items())
-    key = arguments.pop("api_key", None)
-    return FleetSettings(
-        servers=tuple(servers),
-        router=RouterSettings(
-            name=name,
-            log_file=directory / f"{name.replace(' of ', '-')}.txt",
-            host=LOOPBACK,
-            port=claims.claim(),
-            prometheus_port=claims.claim(),
-            arguments=arguments,
-            key=secrets.token_hex(32) if key is None else reveal(key),
-            prefill_decode=any(server.worker_type != "regular" for server in servers),
-            python=config.engine.interpreter,
-            environment=config.engine_environment,
-            start_timeout_s=config.engine.engine_start_timeout_s,
-        ),
-        restart=config.engine.use_fault_tolerance,
-        health_interval_s=config.engine.rollout_health_check_interval,
-        health_timeout_s=config.engine.rollout_health_check_timeout,
-        request_retries=config.rollout.rollout_retries,
-        request_timeout_s=config.rollout.rollout_timeout_s,
-        adapter=POLICY_ADAPTER if config.syncs_adapter and model == policy_model(config) else None,
-        deadlines=ControlDeadlines.of_watched(
-            health_timeout_s=config.engine.rollout_health_check_timeout, start_timeout_s=config.engine.engine_start_timeout_s
-        ),
-    )
+    fleets: dict[str, FleetSettings] = {}
+    for model, its_servers in servers.items():
+        name = "router" if model == policy_model(config) else f"router of {model}"
+        arguments = dict(config.router.items())
+        key = arguments.pop("api_key", None)
+        fleets[model] = FleetSettings(
+            servers=tuple(its_servers),
+            router=RouterSettings(
+                name=name,
+                log_file=directory / f"{name.replace(' of ', '-')}.txt",
+                host=LOOPBACK,
+                port=claims.claim(),
+                prometheus_port=claims.claim(),
+                arguments=arguments,
+                key=secrets.token_hex(32) if key is None else reveal(key),
+                prefill_decode=any(server.worker_type != "regular" for server in its_servers),
+                python=config.engine.interpreter,
+                environment=config.engine_environment,
+                start_timeout_s=config.engine.engine_start_timeout_s,
+            ),
+            restart=config.engine.use_fault_tolerance,
+            health_interval_s=config.engine.rollout_health_check_interval,
+            health_timeout_s=config.engine.rollout_health_check_timeout,
+            request_retries=config.rollout.rollout_retries,
+            request_timeout_s=config.rollout.rollout_timeout_s,
+            adapter=POLICY_ADAPTER if config.syncs_adapter and model == policy_model(config) else None,
+            deadlines=ControlDeadlines.of_watched(
+                health_timeout_s=config.engine.rollout_health_check_timeout, start_timeout_s=config.engine.engine_start_timeout_s
+            ),
+        )
+    return fleets
 
 
 def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:

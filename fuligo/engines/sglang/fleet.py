@@ -117,7 +117,6 @@ class Fleet:
         self.group = EngineGroup([engine.client for engine in self._engines], patient, membership=self, split=split)
         self.sync_restarted: SyncRestarted = _with_next_sync
         self.devices: SharedDevices | None = None
-        """Devices shared with a trainer; None if the engines have their own devices."""
 
     @property
     def url(self) -> str:

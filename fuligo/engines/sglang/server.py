@@ -244,10 +244,7 @@ class Server(Protocol):
         """Check that the server is running. Raises EngineError with the last lines of its log if it has ended."""
 
     async def wait_ready(self) -> None:
-        """Wait until the server accepts requests.
-
-        Raises EngineError with the last lines of its log if it ended, or was not ready before the deadline.
-        """
+        """Wait until the server accepts requests. Raises EngineError with the last lines of its log if it does not."""
 
     async def answers(self, timeout_s: float) -> bool:
         """Return whether `/health` succeeds in time."""

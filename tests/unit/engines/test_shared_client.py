@@ -7,7 +7,7 @@ import pytest
 
 from fuligo.engines.connection import Connection, ControlDeadlines, Deadline, Overdue
 from fuligo.engines.generation import SamplingParams
-from fuligo.engines.shared_client import AdapterLabel, RunRequests, SharedEngineClient
+from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS
 from fuligo.formats.weight_manifest import AdapterPayload
@@ -92,13 +92,12 @@ async def until_running(engine: ScriptedEngine, *rids: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["base", "2/x#d", "2/3", "org/model", "a/b/3#d", "2/3#"])
-def test_other_names_are_no_labels(name: str) -> None:
-    assert AdapterLabel.parse(name) is None
-
-
-def test_a_label_is_read_as_it_is_written() -> None:
-    label = AdapterLabel("2", 40, "5e8d")
-    assert str(label) == "2/40#5e8d" and AdapterLabel.parse(str(label)) == label
+async def test_adapters_with_other_names_do_not_count(engine: ScriptedEngine, name: str) -> None:
+    client = client_of(engine, "2")
+    await sync(client, 40)
+    engine.adapters.append(name)
+    info = await client.model_info()
+    assert (info.weight_version, info.adapter_digest) == (40, "d40")
 
 
 async def test_a_sync_replaces_the_adapter_of_its_run_only(engine: ScriptedEngine) -> None:

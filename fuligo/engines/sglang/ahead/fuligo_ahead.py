@@ -137,7 +137,7 @@ class _Popen(popen_spawn_posix.Popen):
                 set_spawning_popen(None)
                 self._moved = None
         self.pid = process.pid
-        self.finalizer = util.Finalize(self, _close_all, (self.sentinel, parent_writes))
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_writes))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def start() -> None:
@@ -268,11 +268,6 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _close_all(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _is_open(descriptor: int) -> bool:

@@ -127,8 +127,11 @@ class OpenAiApi:
                     if request.error:
                         yield event(error_content(request.error, "server_error"))
                         return
-                    whole = answer(request, self._engine.model)["text"] if done else texts[index].read(request.output_ids)
-                    whole = whole if done else whole[: max(0, len(whole) - held_back)]
+                    if done:
+                        whole = answer(request, self._engine.model)["text"]
+                    else:  # the newest token may have completed a stop string, although the request is not yet known to have ended
+                        whole = texts[index].read(request.output_ids[:-1])
+                        whole = whole[: max(0, len(whole) - held_back)]
                     new, sent[index] = whole[len(sent[index]) :], max(sent[index], whole, key=len)
                     if new or done:
                         reason = _reason(request) if done else None

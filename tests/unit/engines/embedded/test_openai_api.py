@@ -1,7 +1,9 @@
 """OpenAI's API on a real engine in this process; the oracle is the engine's own `/generate`."""
 
+import asyncio
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,7 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from fuligo.engines.embedded.openai_api import TextStream
+from fuligo.engines.embedded.openai_api import OpenAiApi, TextStream
+from fuligo.engines.embedded.request import Request
+from fuligo.engines.generation import SamplingParams
+from fuligo.engines.openai_format import DONE
 from fuligo.formats.engine_keys import EngineKeys
 from tests import tiny
 from tests.unit.engines.embedded.test_http_api import engine, http, post  # noqa: F401  # fixtures
@@ -62,6 +67,21 @@ async def test_a_stream_is_the_whole_answer_in_parts(http: httpx.AsyncClient) ->
         "no part of the stop string"
     )
     assert ended[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stream_sends_nothing_of_a_stop_string_whose_request_has_not_ended_yet(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("how many are left", add_special_tokens=False)["input_ids"]
+    request = Request("r", [1], SamplingParams(99, stop=("left",)), frozenset(), 0, waiter=asyncio.get_running_loop().create_future())
+    request.output_ids = list(ids)
+    engine = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer), abort=lambda which: None)  # noqa: F811
+    api = OpenAiApi(engine)  # pyright: ignore[reportArgumentType]
+    parts = api._events([request], {}, is_chat=False, with_usage=False, held_back=len("left") - 1)
+    texts = [json.loads((await anext(parts)).removeprefix(b"data: "))["choices"][0]["text"]]
+    assert texts[0] and "how many are ".startswith(texts[0])
+    request.finish_reason = {"type": "stop", "matched": "left"}
+    request.waiter.set_result(None)
+    texts += [json.loads(part.removeprefix(b"data: "))["choices"][0]["text"] async for part in parts if part != DONE]
+    assert "".join(texts) == "how many are "
 
 
 @given(st.text(max_size=60), st.lists(st.integers(1, 7), min_size=1, max_size=40))

@@ -1,8 +1,9 @@
 """Findings of rules, and the changes of a config that resolve them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 S = TypeVar("S")
@@ -85,3 +86,32 @@ class Rule(Generic[S, F]):
 def rule(rule_id: str, *options: str, severity: Severity = Severity.ERROR) -> Callable[[Callable[[S], Iterator[Violation[F]]]], Rule[S, F]]:
     """Return a decorator that turns a check into a rule; the first line of the check's docstring states the reason."""
     return lambda check: Rule(rule_id, severity, options, check)
+
+
+def simple_rule(
+    rule_id: str,
+    options: str,
+    why: str,
+    applies: Callable[[S], object],
+    text: str | Callable[[S], str],
+    *fix: F,
+    advice: str = "",
+    severity: Severity = Severity.ERROR,
+) -> Rule[S, F]:
+    """Return a rule whose fix does not depend on the subject, for tables of rules.
+
+    `options` are separated by spaces, and `applies` returns whether the subject violates the rule.
+    """
+
+    def check(subject: S) -> Iterator[Violation[F]]:
+        if applies(subject):
+            yield Violation(text if isinstance(text, str) else text(subject), fix, advice)
+
+    check.__doc__ = why
+    return Rule(rule_id, severity, tuple(options.split()), check)
+
+
+def rules_of(modules: Iterable[ModuleType]) -> tuple[Rule[Any, Any], ...]:
+    """Return the rules of modules and of their tables, in the order of their definitions."""
+    values = (value for module in modules for value in vars(module).values())
+    return tuple(rule for value in values for rule in (value if isinstance(value, tuple) else (value,)) if isinstance(rule, Rule))

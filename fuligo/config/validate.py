@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fuligo.config import Config
 from fuligo.config.changes import change_text
-from fuligo.config.findings import Change, Finding, Rule, Severity
+from fuligo.config.findings import Change, Finding, Rule, Severity, rules_of
 from fuligo.config.rules import (
     advice,
     cluster,
@@ -16,7 +16,6 @@ from fuligo.config.rules import (
     exactness,
     fp8_training,
     lora,
-    prefixes,
     required,
     routing_replay,
     sizes,
@@ -24,12 +23,8 @@ from fuligo.config.rules import (
 )
 from fuligo.errors import ConfigError
 
-_MODULES = (
-    required, combinations, cluster, sizes, routing_replay, distillation, lora, fp8_training, vision, prefixes, exactness, effects, advice,
-)  # fmt: skip
-RULES: tuple[Rule[Config, Change], ...] = tuple(
-    rule for module in _MODULES for rule in getattr(module, "RULES", vars(module).values()) if isinstance(rule, Rule)
-)
+_MODULES = (required, combinations, cluster, sizes, routing_replay, distillation, lora, fp8_training, vision, exactness, effects, advice)
+RULES: tuple[Rule[Config, Change], ...] = rules_of(_MODULES)
 """All rules that need no facts about the model or the GPUs. The docstring of a rule's `check` gives its reason."""
 
 

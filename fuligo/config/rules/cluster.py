@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fuligo.config import Config
-from fuligo.config.findings import Change
+from fuligo.config.findings import Change, Rule, simple_rule
 from fuligo.config.flag import option_name
 from fuligo.config.flags import EMBEDDED_FLAGS, MEGATRON_FLAGS, MTP_FLAGS, SGLANG_FLAGS, TORCH_FLAGS
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag, unset_given
@@ -87,14 +87,6 @@ def engines_are_here_or_elsewhere(config: Config) -> Iterator[Violation]:
         yield Violation(text, (unset_flag("colocate"),), flags=("--rollout-external-engine-addrs", "--colocate"))
 
 
-@rule("CFG-EXTERNAL-TOPOLOGY", "--rollout-external-engine-addrs", "--sglang-config")
-def topology_is_of_engines_here(config: Config) -> Iterator[Violation]:
-    """Reject a topology for external engines: it describes engines to start."""
-    if config.engine.rollout_external_engine_addrs and config.engine.sglang_config is not None:
-        text = "--sglang-config describes engines to start, but --rollout-external-engine-addrs uses running ones"
-        yield Violation(text, (unset_flag("sglang_config"),))
-
-
 @rule("CFG-NODE-GPUS", "--actor-num-gpus-per-node", "--num-gpus-per-node")
 def trainer_fits_its_nodes(config: Config) -> Iterator[Violation]:
     """Reject more trainer GPUs per node than a node has."""
@@ -127,16 +119,6 @@ def shared_engines_get_weights_each_step(config: Config) -> Iterator[Violation]:
             given = f"--update-weights-interval {interval} with --colocate"
             text = f"{given}: engines lose their weights in each step, so each step must sync them"
             yield Violation(text, (set_flag("update_weights_interval", 1),), f"or {remedy}", ("--colocate", "--update-weights-interval"))
-
-
-@rule("CFG-WEIGHT-MODE", "--update-weight-mode", "--rollout-backend")
-def engine_keeps_what_is_left_out(config: Config) -> Iterator[Violation]:
-    """Reject --update-weight-mode delta with the embedded engine, which refuses a weight sync that lacks a tensor."""
-    mode = config.weight_sync.update_weight_mode
-    if mode == "delta" and config.trains and config.needs_engine and not config.engine_capabilities.takes_changes:
-        engines = f"{config.resolved_rollout_backend} engines"
-        text = f"--update-weight-mode {mode} leaves unchanged tensors out, and {engines} take complete syncs only"
-        yield Violation(text, (unset_flag("update_weight_mode"),))
 
 
 @rule("CFG-TRANSPORT", "--update-weight-transport")
@@ -257,3 +239,20 @@ def one_model_follows_the_trainer(config: Config) -> Iterator[Violation]:
             f"--sglang-config: {' and '.join(following)} would receive the trainer's weights, but rollouts are sampled from one model",
             advice="set `update_weights: false` for the others, or make them server groups of one model",
         )
+
+
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-EXTERNAL-TOPOLOGY", "--rollout-external-engine-addrs --sglang-config",
+        "Reject a topology for external engines: it describes engines to start.",
+        lambda config: config.engine.rollout_external_engine_addrs and config.engine.sglang_config is not None,
+        "--sglang-config describes engines to start, but --rollout-external-engine-addrs uses running ones", unset_flag("sglang_config")),
+    simple_rule("CFG-WEIGHT-MODE", "--update-weight-mode --rollout-backend",
+        "Reject --update-weight-mode delta with the embedded engine, which refuses a weight sync that lacks a tensor.",
+        lambda config: config.weight_sync.update_weight_mode == "delta" and config.trains and config.needs_engine
+        and not config.engine_capabilities.takes_changes,
+        lambda config: f"--update-weight-mode delta leaves unchanged tensors out, and {config.resolved_rollout_backend} engines take "
+        "complete syncs only",
+        unset_flag("update_weight_mode")),
+)
+# fmt: on

@@ -4,38 +4,11 @@ import re
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Severity
+from fuligo.config.findings import Change, Rule, Severity, simple_rule
 from fuligo.config.flag import option_name
 from fuligo.config.groups.sampling import EVAL_NAME
 from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
-
-
-@rule("CFG-KL-TWICE", "--kl-coef", "--kl-loss-coef")
-def one_kl_term(config: Config) -> Iterator[Violation]:
-    """Reject KL in both rewards and loss, which would count it twice."""
-    shaping, loss = config.algorithm.kl_coef, config.algorithm.kl_loss_coef
-    if shaping != 0 and loss != 0:
-        yield Violation(f"--kl-coef {shaping} and --kl-loss-coef {loss} would count the same KL twice", (unset_flag("kl_coef"),))
-
-
-@rule("CFG-OLD-POLICY", "--use-tis", "--use-rollout-logprobs")
-def one_old_policy(config: Config) -> Iterator[Violation]:
-    """Reject importance sampling when the engine's log-probabilities are the old policy: there is nothing to correct."""
-    if config.algorithm.use_tis and config.algorithm.use_rollout_logprobs:
-        yield Violation(
-            "--use-tis corrects the difference between engine and trainer, but --use-rollout-logprobs uses only the engine's "
-            "log-probabilities",
-            (unset_flag("use_rollout_logprobs"),),
-        )
-
-
-@rule("CFG-TRAINED-PARAMS", "--only-train-params-name-list", "--freeze-params-name-list")
-def trained_parameters_are_named_once(config: Config) -> Iterator[Violation]:
-    """Reject a list of trained parameters together with a list of frozen ones."""
-    if config.train.only_train_params_name_list and config.train.freeze_params_name_list:
-        text = "--only-train-params-name-list and --freeze-params-name-list cannot be combined: both choose the trained parameters"
-        yield Violation(text, (unset_flag("freeze_params_name_list"),))
 
 
 @rule("CFG-PARAM-PATTERN", "--only-train-params-name-list", "--freeze-params-name-list")
@@ -119,27 +92,6 @@ def stop_tokens_are_tokens(config: Config) -> Iterator[Violation]:
         kept = [token for token in given if token >= 0]
         change = set_flag("rollout_stop_token_ids", kept) if kept else unset_flag("rollout_stop_token_ids")
         yield Violation(f"--rollout-stop-token-ids {shown}: token ids start at 0", (change,))
-
-
-@rule("CFG-FILTER-OF-ONE", "--dynamic-sampling-filter-path", "--n-samples-per-prompt")
-def filter_has_samples_to_compare(config: Config) -> Iterator[Violation]:
-    """Reject the nonzero-deviation filter for single samples: it would drop every group."""
-    given = config.rollout.dynamic_sampling_filter_path
-    if (
-        given is not None
-        and ALIASES.get(given, given) == NONZERO_STD_FILTER
-        and config.rollout.n_samples_per_prompt <= 1
-        and not config.is_sft
-    ):
-        text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ; with --n-samples-per-prompt 1 it keeps none"
-        yield Violation(text, (unset_flag("dynamic_sampling_filter_path"),), advice="or raise --n-samples-per-prompt")
-
-
-@rule("CFG-DEBUG-SIDES", "--debug-rollout-only", "--debug-train-only")
-def one_side_is_debugged(config: Config) -> Iterator[Violation]:
-    """Reject both debug modes at once: together they leave nothing to run."""
-    if config.debug.debug_rollout_only and config.debug.debug_train_only:
-        yield Violation("--debug-rollout-only and --debug-train-only cannot be combined", (unset_flag("debug_rollout_only"),))
 
 
 @rule("CFG-PUSH-EXPORT", "--push-to-hub", "--save-hf")
@@ -257,17 +209,6 @@ def turn_rewards_are_all_rewards(config: Config) -> Iterator[Violation]:
         )
 
 
-@rule("CFG-TURN-REWARDS-FILTER", "--turn-rewards", "--dynamic-sampling-filter-path", severity=Severity.WARNING)
-def filter_sees_sums(config: Config) -> Iterator[Violation]:
-    """Warn about rewards by turn with a filter on the rewards of episodes, which drops groups of equal sums."""
-    path = config.rollout.dynamic_sampling_filter_path
-    if config.algorithm.turn_rewards and path is not None and ALIASES.get(path, path) == NONZERO_STD_FILTER:
-        text = (
-            f"--dynamic-sampling-filter-path {path} drops groups whose episodes have equal sums, even if their turns have different rewards"
-        )
-        yield Violation(text, (unset_flag("dynamic_sampling_filter_path"),))
-
-
 @rule("CFG-AGENT", "--agent")
 def agent_is_the_only_generator(config: Config) -> Iterator[Violation]:
     """Reject flags that contradict an agent, which samples its own requests."""
@@ -287,3 +228,71 @@ def agent_is_the_only_generator(config: Config) -> Iterator[Violation]:
             yield Violation(
                 f"--agent {rollout.agent} and {option} cannot be combined: {option} {found[1]}", (unset_flag(found[0]),), flags=(option,)
             )
+
+
+def _filters_by_deviation(config: Config) -> bool:
+    """Return whether the filter of groups is the one that keeps groups whose rewards differ."""
+    given = config.rollout.dynamic_sampling_filter_path
+    return given is not None and ALIASES.get(given, given) == NONZERO_STD_FILTER
+
+
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-KL-TWICE", "--kl-coef --kl-loss-coef", "Reject KL in both rewards and loss, which would count it twice.",
+        lambda config: config.algorithm.kl_coef != 0 and config.algorithm.kl_loss_coef != 0,
+        lambda config: f"--kl-coef {config.algorithm.kl_coef} and --kl-loss-coef {config.algorithm.kl_loss_coef} would count the same KL "
+        "twice",
+        unset_flag("kl_coef")),
+    simple_rule("CFG-OLD-POLICY", "--use-tis --use-rollout-logprobs",
+        "Reject importance sampling when the engine's log-probabilities are the old policy: there is nothing to correct.",
+        lambda config: config.algorithm.use_tis and config.algorithm.use_rollout_logprobs,
+        "--use-tis corrects the difference between engine and trainer, but --use-rollout-logprobs uses only the engine's log-probabilities",
+        unset_flag("use_rollout_logprobs")),
+    simple_rule("CFG-TRAINED-PARAMS", "--only-train-params-name-list --freeze-params-name-list",
+        "Reject a list of trained parameters together with a list of frozen ones.",
+        lambda config: config.train.only_train_params_name_list and config.train.freeze_params_name_list,
+        "--only-train-params-name-list and --freeze-params-name-list cannot be combined: both choose the trained parameters",
+        unset_flag("freeze_params_name_list")),
+    simple_rule("CFG-FILTER-OF-ONE", "--dynamic-sampling-filter-path --n-samples-per-prompt",
+        "Reject the nonzero-deviation filter for single samples: it would drop every group.",
+        lambda config: _filters_by_deviation(config) and config.rollout.n_samples_per_prompt <= 1 and not config.is_sft,
+        lambda config: f"--dynamic-sampling-filter-path {config.rollout.dynamic_sampling_filter_path} keeps groups whose rewards differ; "
+        "with --n-samples-per-prompt 1 it keeps none",
+        unset_flag("dynamic_sampling_filter_path"), advice="or raise --n-samples-per-prompt"),
+    simple_rule("CFG-DEBUG-SIDES", "--debug-rollout-only --debug-train-only",
+        "Reject both debug modes at once: together they leave nothing to run.",
+        lambda config: config.debug.debug_rollout_only and config.debug.debug_train_only,
+        "--debug-rollout-only and --debug-train-only cannot be combined", unset_flag("debug_rollout_only")),
+    simple_rule("CFG-TURN-REWARDS-FILTER", "--turn-rewards --dynamic-sampling-filter-path",
+        "Warn about rewards by turn with a filter on the rewards of episodes, which drops groups of equal sums.",
+        lambda config: config.algorithm.turn_rewards and _filters_by_deviation(config),
+        lambda config: f"--dynamic-sampling-filter-path {config.rollout.dynamic_sampling_filter_path} drops groups whose episodes have "
+        "equal sums, even if their turns have different rewards",
+        unset_flag("dynamic_sampling_filter_path"), severity=Severity.WARNING),
+    simple_rule("CFG-OPD-NO-REWARD", "--dynamic-sampling-filter-path",
+        "Reject a reward filter without rewards: all samples of a group would have the same reward.",
+        lambda config: config.is_unjudged and _filters_by_deviation(config),
+        lambda config: f"--dynamic-sampling-filter-path {config.rollout.dynamic_sampling_filter_path} keeps groups whose rewards differ, "
+        "but --use-opd without a reward has none",
+        unset_flag("dynamic_sampling_filter_path"), advice="or add a reward (--rm-type)"),
+    simple_rule("CFG-PREFIX-PROVIDER", "--share-prefixes --custom-model-provider-path",
+        "Reject shared prefixes with custom stages: their attention could read a tree as one sequence without an error.",
+        lambda config: config.shares_prefixes and config.model.custom_model_provider_path is not None,
+        lambda config: "--share-prefixes on needs the attention of fuligo's own layers, but --custom-model-provider-path "
+        f"{config.model.custom_model_provider_path} may build others",
+        unset_flag("share_prefixes")),
+    simple_rule("CFG-PREFIX-KERNEL", "--share-prefixes --attention-backend",
+        "Reject TransformerEngine's kernels with shared prefixes: they compute sequences, not token trees.",
+        lambda config: config.shares_prefixes and config.resolved_train_backend == "megatron"
+        and config.parallel.attention_backend not in ("auto", "local"),
+        lambda config: f"--attention-backend {config.parallel.attention_backend} with --share-prefixes on: TransformerEngine's kernels "
+        "compute sequences, not trees",
+        unset_flag("share_prefixes"), advice="or use --attention-backend local"),
+    simple_rule("CFG-PREFIX-ROWS", "--share-prefixes --micro-batch-size",
+        "Reject shared prefixes with one sample per micro-batch: samples share prefixes only within a micro-batch.",
+        lambda config: config.train.share_prefixes == "on" and config.train.micro_batch_size == 1
+        and not config.train.use_dynamic_batch_size,
+        "--share-prefixes on has no effect with --micro-batch-size 1: samples share prefixes only within a micro-batch",
+        unset_flag("share_prefixes"), advice="or raise --micro-batch-size"),
+)
+# fmt: on

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.hook_specs import ALIASES, NONZERO_STD_FILTER
+from fuligo.config.findings import Change, Rule, simple_rule
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.secret import Secret
 from fuligo.config.server_groups import TEACHER
@@ -69,20 +69,6 @@ def teacher_has_an_address(config: Config) -> Iterator[Violation]:
     yield Violation(text, (set_flag("opd_teacher_url", base[0]),)) if base else Violation(text, advice="correct the URL")
 
 
-@rule("CFG-OPD-TEMPERATURE", "--rollout-temperature", "--opd-type")
-def engines_score_at_temperature_1(config: Config) -> Iterator[Violation]:
-    """Require temperature 1 with a served teacher: SGLang scores prompts at temperature 1, the student at the sampling temperature."""
-    temperature = config.rollout.rollout_temperature
-    if config.teacher_from == "engine" and temperature != 1 and not config.debug.debug_train_only:
-        yield Violation(
-            f"--rollout-temperature {temperature:g} with a teacher on an engine: it scores at temperature 1, so its "
-            "log-probabilities cannot be compared with the student's",
-            (set_flag("rollout_temperature", 1.0),),
-            "or let the trainer score (--opd-teacher-load), which uses the student's temperature",
-            flags=("--rollout-temperature",),
-        )
-
-
 @rule("CFG-OPD-SERVED", "--sglang-config", "--use-opd")
 def served_teacher_is_a_model_of_its_own(config: Config) -> Iterator[Violation]:
     """Require fixed weights and regular engines for a served teacher: prefill and decode engines cannot score a prompt."""
@@ -97,12 +83,14 @@ def served_teacher_is_a_model_of_its_own(config: Config) -> Iterator[Violation]:
             )
 
 
-@rule("CFG-OPD-NO-REWARD", "--dynamic-sampling-filter-path", "--use-opd")
-def filters_have_rewards(config: Config) -> Iterator[Violation]:
-    """Reject a reward filter without rewards: all samples of a group would have the same reward."""
-    given = config.rollout.dynamic_sampling_filter_path
-    if config.is_unjudged and given is not None and ALIASES.get(given, given) == NONZERO_STD_FILTER:
-        text = f"--dynamic-sampling-filter-path {given} keeps groups whose rewards differ, but --use-opd without a reward has none"
-        yield Violation(
-            text, (unset_flag("dynamic_sampling_filter_path"),), "or add a reward (--rm-type)", flags=("--dynamic-sampling-filter-path",)
-        )
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-OPD-TEMPERATURE", "--rollout-temperature",
+        "Require temperature 1 with a served teacher: SGLang scores prompts at 1, the student at the sampling temperature.",
+        lambda config: config.teacher_from == "engine" and config.rollout.rollout_temperature != 1 and not config.debug.debug_train_only,
+        lambda config: f"--rollout-temperature {config.rollout.rollout_temperature:g} with a teacher on an engine: it scores at "
+        "temperature 1, so its log-probabilities cannot be compared with the student's",
+        set_flag("rollout_temperature", 1.0),
+        advice="or let the trainer score (--opd-teacher-load), which uses the student's temperature"),
+)
+# fmt: on

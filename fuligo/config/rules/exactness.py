@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Severity
+from fuligo.config.findings import Change, Rule, Severity, simple_rule
 from fuligo.config.flag import option_name
-from fuligo.config.rules.rule import Change, Violation, rule, set_flag, unset_flag
+from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import policy_groups, policy_tp_size
 
 _OFF = unset_flag("exact_on_policy")
@@ -126,19 +126,19 @@ def precision_is_one(config: Config) -> Iterator[Violation]:
         yield Violation(text, (set_flag("embedded_dtype", trainer),))
 
 
-@rule("CFG-EXACT-OLD-POLICY", "--exact-on-policy", "--use-rollout-logprobs")
-def trainer_scores_before_it_learns(config: Config) -> Iterator[Violation]:
-    """Reject --use-rollout-logprobs with several steps: only samples of the first step could be compared."""
-    several = config.resolved_num_steps_per_rollout > 1
-    if config.train.exact_on_policy and config.algorithm.use_rollout_logprobs and several and not config.is_sft:
-        text = "--use-rollout-logprobs skips the pass that --exact-on-policy compares with the engine's log-probabilities"
-        yield Violation(text, (unset_flag("use_rollout_logprobs"),))
-
-
-@rule("CFG-EXACT-CORRECTION", "--exact-on-policy", "--use-tis", severity=Severity.WARNING)
-def corrections_are_one(config: Config) -> Iterator[Violation]:
-    """Warn about importance weights of exact log-probabilities: all are 1, except for tokens sampled with older weights."""
-    has_own_weights = config.rollout.partial_rollout or config.algorithm.custom_tis_function_path is not None
-    if config.train.exact_on_policy and config.algorithm.use_tis and not has_own_weights:
-        text = "--use-tis with --exact-on-policy corrects nothing: the trainer's log-probabilities equal the engine's, so every weight is 1"
-        yield Violation(text, (unset_flag("use_tis"),))
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-EXACT-OLD-POLICY", "--exact-on-policy --use-rollout-logprobs",
+        "Reject --use-rollout-logprobs with several steps: only samples of the first step could be compared.",
+        lambda config: config.train.exact_on_policy and config.algorithm.use_rollout_logprobs and not config.is_sft
+        and config.resolved_num_steps_per_rollout > 1,
+        "--use-rollout-logprobs skips the pass that --exact-on-policy compares with the engine's log-probabilities",
+        unset_flag("use_rollout_logprobs")),
+    simple_rule("CFG-EXACT-CORRECTION", "--exact-on-policy --use-tis",
+        "Warn about importance weights of exact log-probabilities: all are 1, except for tokens sampled with older weights.",
+        lambda config: config.train.exact_on_policy and config.algorithm.use_tis
+        and not config.rollout.partial_rollout and config.algorithm.custom_tis_function_path is None,
+        "--use-tis with --exact-on-policy corrects nothing: the trainer's log-probabilities equal the engine's, so every weight is 1",
+        unset_flag("use_tis"), severity=Severity.WARNING),
+)
+# fmt: on

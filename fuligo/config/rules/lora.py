@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Severity
+from fuligo.config.findings import Change, Rule, Severity, simple_rule
 from fuligo.config.flags import MTP_FLAGS, flags
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag, unset_given
 
@@ -26,23 +26,6 @@ def mtp_layers_have_no_adapter(config: Config) -> Iterator[Violation]:
             yield Violation(text, (unset_flag("mtp_num_layers"),), flags=("--mtp-num-layers",))
 
 
-@rule("CFG-LORA-BIAS-RATE", "--lora-rank", "--lora-adapter", "--moe-router-bias-update-rate")
-def router_correction_stays(config: Config) -> Iterator[Violation]:
-    """Reject updates of the router's expert bias with LoRA: it is a base weight, which no checkpoint of the adapter contains."""
-    rate = config.megatron.get("moe_router_bias_update_rate")
-    if config.uses_adapter and config.trains and rate:
-        text = f"--moe-router-bias-update-rate {rate} changes a weight of the model, but LoRA trains only the adapter"
-        yield Violation(text, (Change(("megatron", "moe_router_bias_update_rate"), None),))
-
-
-@rule("CFG-LORA-OVERLAP", "--lora-rank", "--lora-adapter", "--moe-shared-expert-overlap")
-def shared_experts_exchange_in_their_layers(config: Config) -> Iterator[Violation]:
-    """Reject overlapped shared experts with LoRA: their layers then skip the exchange among TP ranks, whose result A needs."""
-    if config.uses_adapter and config.trains and config.megatron.get("moe_shared_expert_overlap"):
-        text = "--moe-shared-expert-overlap moves the exchange among TP ranks out of the layers that LoRA adapts"
-        yield Violation(text, (Change(("megatron", "moe_shared_expert_overlap"), None),))
-
-
 @rule("CFG-LORA-OFFLOAD", "--lora-rank", "--lora-adapter", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 def optimizer_state_is_small(config: Config) -> Iterator[Violation]:
     """Reject an offloaded or reduced optimizer state with LoRA: an adapter's state is small, and float32 like the adapter."""
@@ -52,14 +35,6 @@ def optimizer_state_is_small(config: Config) -> Iterator[Violation]:
             f"{flags()[names[0]].option} is for the optimizer state of whole models; an adapter's is small, and stays on the GPU in float32"
         )
         yield Violation(text, tuple(unset_flag(name) for name in names))
-
-
-@rule("CFG-LORA-PROVIDER", "--lora-rank", "--lora-adapter", "--custom-model-provider-path")
-def layers_are_those_of_fuligo(config: Config) -> Iterator[Violation]:
-    """Reject custom stages with LoRA: an adapter needs the inputs and outputs of fuligo's own linear layers."""
-    if config.uses_adapter and config.trains and config.model.custom_model_provider_path:
-        text = f"--custom-model-provider-path {config.model.custom_model_provider_path}: a LoRA adapter fits fuligo's own layers only"
-        yield Violation(text, (unset_flag("custom_model_provider_path"),))
 
 
 @rule("CFG-LORA-SHAPE", "--lora-adapter", "--lora-rank", "--lora-alpha", "--lora-target-modules", "--lora-experts", "--lora-use-rslora")
@@ -81,58 +56,6 @@ def adapter_alone_is_trained(config: Config) -> Iterator[Violation]:
         yield Violation(text, tuple(unset_flag(name) for name in names), "choose the adapted layers with --lora-target-modules")
 
 
-@rule("CFG-LORA-DROPOUT", "--lora-dropout", "--loss-type")
-def dropout_only_without_ratios(config: Config) -> Iterator[Violation]:
-    """Reject dropout in RL: the trainer's log-probabilities would differ from the engine's at random, and ratios compare the two."""
-    if config.lora.lora_dropout and not config.is_sft:
-        given = f"--lora-dropout {config.lora.lora_dropout}"
-        text = f"{given}: the trainer's log-probabilities would be random, but RL compares them to the engine's"
-        yield Violation(text, (unset_flag("lora_dropout"),), "dropout is for --loss-type sft_loss")
-
-
-@rule("CFG-LORA-EXPERTS", "--lora-experts", "--lora-dropout")
-def experts_have_no_dropout(config: Config) -> Iterator[Violation]:
-    """Reject dropout with adapters of experts, for which PEFT does not define it."""
-    if config.lora.lora_experts and config.lora.lora_dropout:
-        text = f"--lora-dropout {config.lora.lora_dropout}: PEFT defines no dropout for adapters of experts (--lora-experts)"
-        yield Violation(text, (unset_flag("lora_dropout"),))
-
-
-@rule("CFG-LORA-VALUES", "--lora-rank", "--lora-adapter", "--advantage-estimator")
-def no_value_model_beside_an_adapter(config: Config) -> Iterator[Violation]:
-    """Reject a value model with LoRA: all of its weights would be trained, so the adapter would save little."""
-    if config.uses_adapter and config.trains_values:
-        text = "--advantage-estimator ppo trains all weights of a value model, which LoRA does not support"
-        yield Violation(text, (set_flag("advantage_estimator", "grpo"),))
-
-
-@rule("CFG-LORA-REFERENCE", "--lora-rank", "--lora-adapter", "--ref-update-interval")
-def reference_is_the_base(config: Config) -> Iterator[Violation]:
-    """Reject a moving reference with LoRA: the reference is the policy without its adapter, so that there is no second model."""
-    interval = config.train.ref_update_interval
-    if config.uses_adapter and interval is not None:
-        text = f"--ref-update-interval {interval}: with LoRA the reference is the policy without its adapter, which does not change"
-        yield Violation(text, (unset_flag("ref_update_interval"),))
-
-
-@rule("CFG-LORA-SYNC", "--lora-sync")
-def adapter_reaches_the_engine(config: Config) -> Iterator[Violation]:
-    """Reject --lora-sync adapter if engines cannot load an adapter, such as external engines, or with a transport other than tensor."""
-    if config.lora.lora_sync == "adapter" and config.needs_engine and not config.engines_can_take_adapter:
-        yield Violation(f"--lora-sync adapter: {config.no_adapter_because}", (set_flag("lora_sync", "merged"),))
-
-
-@rule("CFG-LORA-BASE", "--lora-base-precision", "--train-backend")
-def base_stays_in_the_type_of_parallel_layers(config: Config) -> Iterator[Violation]:
-    """Reject a quantized base with the Megatron trainer, whose parallel layers and checkpoints need floating-point matrices."""
-    precision = config.lora.lora_base_precision
-    if precision != "full" and (config.uses_adapter and config.trains) and not config.trainer_capabilities.quantises_base:
-        text = f"--lora-base-precision {precision} with the Megatron trainer, whose layers multiply by floating-point matrices only"
-        yield Violation(
-            text, (unset_flag("lora_base_precision"),), "split the base with --tensor-model-parallel-size, or use --train-backend torch"
-        )
-
-
 @rule("CFG-LORA-LR", "--lr", "--lora-rank", "--lora-adapter", severity=Severity.WARNING)
 def learning_rate_of_full_fine_tuning(config: Config) -> Iterator[Violation]:
     """Warn about a learning rate of full fine-tuning: an adapter needs about ten times as much ("LoRA Without Regret")."""
@@ -142,3 +65,63 @@ def learning_rate_of_full_fine_tuning(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"--lr {lr:g} is a learning rate for full fine-tuning; an adapter needs about ten times as much", (set_flag("lr", better),)
         )
+
+
+def _trains_adapter(config: Config) -> bool:
+    return config.uses_adapter and config.trains
+
+
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-LORA-BIAS-RATE", "--lora-rank --lora-adapter --moe-router-bias-update-rate",
+        "Reject updates of the router's expert bias with LoRA: it is a base weight, which no checkpoint of the adapter contains.",
+        lambda config: _trains_adapter(config) and config.megatron.get("moe_router_bias_update_rate"),
+        lambda config: f"--moe-router-bias-update-rate {config.megatron.get('moe_router_bias_update_rate')} changes a weight of the model, "
+        "but LoRA trains only the adapter",
+        Change(("megatron", "moe_router_bias_update_rate"), None)),
+    simple_rule("CFG-LORA-OVERLAP", "--lora-rank --lora-adapter --moe-shared-expert-overlap",
+        "Reject overlapped shared experts with LoRA: their layers then skip the exchange among TP ranks, whose result A needs.",
+        lambda config: _trains_adapter(config) and config.megatron.get("moe_shared_expert_overlap"),
+        "--moe-shared-expert-overlap moves the exchange among TP ranks out of the layers that LoRA adapts",
+        Change(("megatron", "moe_shared_expert_overlap"), None)),
+    simple_rule("CFG-LORA-PROVIDER", "--lora-rank --lora-adapter --custom-model-provider-path",
+        "Reject custom stages with LoRA: an adapter needs the inputs and outputs of fuligo's own linear layers.",
+        lambda config: _trains_adapter(config) and config.model.custom_model_provider_path,
+        lambda config: f"--custom-model-provider-path {config.model.custom_model_provider_path}: a LoRA adapter fits fuligo's own layers "
+        "only",
+        unset_flag("custom_model_provider_path")),
+    simple_rule("CFG-LORA-DROPOUT", "--lora-dropout --loss-type",
+        "Reject dropout in RL: the trainer's log-probabilities would differ from the engine's at random, and ratios compare the two.",
+        lambda config: config.lora.lora_dropout and not config.is_sft,
+        lambda config: f"--lora-dropout {config.lora.lora_dropout}: the trainer's log-probabilities would be random, but RL compares "
+        "them to the engine's",
+        unset_flag("lora_dropout"), advice="dropout is for --loss-type sft_loss"),
+    simple_rule("CFG-LORA-EXPERTS", "--lora-experts --lora-dropout",
+        "Reject dropout with adapters of experts, for which PEFT does not define it.",
+        lambda config: config.lora.lora_experts and config.lora.lora_dropout,
+        lambda config: f"--lora-dropout {config.lora.lora_dropout}: PEFT defines no dropout for adapters of experts (--lora-experts)",
+        unset_flag("lora_dropout")),
+    simple_rule("CFG-LORA-VALUES", "--lora-rank --lora-adapter --advantage-estimator",
+        "Reject a value model with LoRA: all of its weights would be trained, so the adapter would save little.",
+        lambda config: config.uses_adapter and config.trains_values,
+        "--advantage-estimator ppo trains all weights of a value model, which LoRA does not support",
+        set_flag("advantage_estimator", "grpo")),
+    simple_rule("CFG-LORA-REFERENCE", "--lora-rank --lora-adapter --ref-update-interval",
+        "Reject a moving reference with LoRA: the reference is the policy without its adapter, so that there is no second model.",
+        lambda config: config.uses_adapter and config.train.ref_update_interval is not None,
+        lambda config: f"--ref-update-interval {config.train.ref_update_interval}: with LoRA the reference is the policy without its "
+        "adapter, which does not change",
+        unset_flag("ref_update_interval")),
+    simple_rule("CFG-LORA-SYNC", "--lora-sync",
+        "Reject --lora-sync adapter if engines cannot load an adapter, such as external engines, or with a transport other than tensor.",
+        lambda config: config.lora.lora_sync == "adapter" and config.needs_engine and not config.engines_can_take_adapter,
+        lambda config: f"--lora-sync adapter: {config.no_adapter_because}", set_flag("lora_sync", "merged")),
+    simple_rule("CFG-LORA-BASE", "--lora-base-precision --train-backend",
+        "Reject a quantized base with the Megatron trainer, whose parallel layers and checkpoints need floating-point matrices.",
+        lambda config: config.lora.lora_base_precision != "full" and _trains_adapter(config)
+        and not config.trainer_capabilities.quantises_base,
+        lambda config: f"--lora-base-precision {config.lora.lora_base_precision} with the Megatron trainer, whose layers multiply by "
+        "floating-point matrices only",
+        unset_flag("lora_base_precision"), advice="split the base with --tensor-model-parallel-size, or use --train-backend torch"),
+)
+# fmt: on

@@ -6,6 +6,7 @@ from typing import Literal
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
+from fuligo.config.findings import Change, Rule, simple_rule
 from fuligo.config.flags import nearest
 from fuligo.config.rules.rule import Violation, rule, set_flag
 from fuligo.config.secret import Secret
@@ -28,19 +29,49 @@ _TOKENS = 8192
 """Suggested tokens of a micro-batch if nothing limits the length of a sample."""
 
 
-@rule("CFG-MODEL-MISSING", "--hf-checkpoint")
-def model_is_given(config: Config) -> Iterator[Violation]:
-    """Require a checkpoint: tokenizer, model shape and engine weights come from it."""
-    if not config.model.hf_checkpoint:
-        yield Violation("--hf-checkpoint is missing", advice="set it to the Hugging Face directory of the model to train")
+def _is_judged(config: Config) -> object:
+    by_hook = config.has_custom_generation or config.rollout.rollout_function_path or config.debug.debug_train_only
+    return config.reward.rm_type or config.reward.custom_rm_path or config.data.metadata_key or by_hook
 
 
-@rule("CFG-DATA-MISSING", "--prompt-data")
-def prompts_are_given(config: Config) -> Iterator[Violation]:
-    """Require prompts: files, a data source or a hook that provides them."""
-    elsewhere = config.data.data_source_path or config.rollout.rollout_function_path or config.debug.debug_train_only
-    if not (config.data.prompt_data or elsewhere):
-        yield Violation("--prompt-data is missing", advice="set it to prompt files, or to a dataset on the Hub")
+def _needs_no_reward(config: Config) -> bool:
+    # Datasets of --eval-config may have their own rewards.
+    return not config.eval.eval_prompt_data if config.algorithm.use_opd else config.is_sft and not config.has_eval
+
+
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-MODEL-MISSING", "--hf-checkpoint", "Require a checkpoint: tokenizer, model shape and engine weights come from it.",
+        lambda config: not config.model.hf_checkpoint,
+        "--hf-checkpoint is missing", advice="set it to the Hugging Face directory of the model to train"),
+    simple_rule("CFG-DATA-MISSING", "--prompt-data", "Require prompts: files, a data source or a hook that provides them.",
+        lambda config: not (config.data.prompt_data or config.data.data_source_path or config.rollout.rollout_function_path
+        or config.debug.debug_train_only),
+        "--prompt-data is missing", advice="set it to prompt files, or to a dataset on the Hub"),
+    simple_rule("CFG-REWARD-MISSING", "--rm-type --custom-rm-path", "Require a reward unless a teacher or given responses replace it.",
+        lambda config: not (_is_judged(config) or _needs_no_reward(config)),
+        "the run has no reward: neither --rm-type nor --custom-rm-path is given",
+        advice="use one of them, or --metadata-key with an rm_type in each row"),
+    simple_rule("CFG-CUSTOM-LOSS", "--loss-type --custom-loss-function-path", "Require a function for a custom loss.",
+        lambda config: config.algorithm.loss_type == "custom_loss" and not config.algorithm.custom_loss_function_path,
+        "--loss-type custom_loss needs a function", advice="use --custom-loss-function-path"),
+    simple_rule("CFG-WHITENING", "--advantage-estimator --normalize-advantages",
+        "Require whitened advantages for the REINFORCE++ estimators, which are defined with them.",
+        lambda config: ESTIMATORS[config.algorithm.advantage_estimator].needs_whitening and not config.algorithm.normalize_advantages
+        and not (config.is_sft or config.algorithm.custom_advantage_function_path),
+        lambda config: f"--advantage-estimator {config.algorithm.advantage_estimator} needs --normalize-advantages",
+        set_flag("normalize_advantages", True)),
+    simple_rule("CFG-DEBUG-DATA", "--debug-train-only --load-debug-rollout-data", "Require saved rollouts for training without engines.",
+        lambda config: config.debug.debug_train_only and not config.debug.load_debug_rollout_data,
+        "--debug-train-only needs saved rollouts", advice="use --load-debug-rollout-data"),
+    simple_rule("CFG-ASYNC-STALENESS", "--async-mode --max-staleness", "Require a staleness bound for continuous sampling.",
+        lambda config: config.rollout.async_mode == "full" and config.rollout.max_staleness is None,
+        "--async-mode full samples while weights change and needs a bound on staleness, --max-staleness", set_flag("max_staleness", 1)),
+    simple_rule("CFG-MTP-LAYERS", "--enable-mtp-training --mtp-num-layers", "Require that MTP layers are loaded if they are trained.",
+        lambda config: config.train.enable_mtp_training and not config.train.mtp_num_layers,
+        "--enable-mtp-training needs MTP layers, but --mtp-num-layers loads none", set_flag("mtp_num_layers", 1)),
+)
+# fmt: on
 
 
 @rule("CFG-RUN-LENGTH", "--num-rollout", "--num-epoch")
@@ -53,19 +84,6 @@ def length_is_given_once(config: Config) -> Iterator[Violation]:
         yield Violation("neither --num-rollout nor --num-epoch sets the length of the run", advice="use one of them")
     elif epochs is not None and not (config.data.prompt_data or config.data.data_source_path):
         yield Violation(f"--num-epoch {epochs} counts passes over --prompt-data, which is not given", advice="use --num-rollout instead")
-
-
-@rule("CFG-REWARD-MISSING", "--rm-type", "--custom-rm-path")
-def reward_is_given(config: Config) -> Iterator[Violation]:
-    """Require a reward unless a teacher or given responses replace it."""
-    reward = config.reward
-    judged = reward.rm_type or reward.custom_rm_path or config.data.metadata_key
-    judged_by_hook = config.has_custom_generation or config.rollout.rollout_function_path
-    # Datasets of --eval-config may have their own rewards.
-    needs_none = not config.eval.eval_prompt_data if config.algorithm.use_opd else config.is_sft and not config.has_eval
-    if not (judged or judged_by_hook or config.debug.debug_train_only or needs_none):
-        text = "the run has no reward: neither --rm-type nor --custom-rm-path is given"
-        yield Violation(text, advice="use one of them, or --metadata-key with an rm_type in each row")
 
 
 @rule("CFG-REWARD-WEIGHTS", "--extra-rm-path", "--extra-rm-weights")
@@ -137,22 +155,6 @@ def remote_reward_has_address(config: Config) -> Iterator[Violation]:
         yield Violation(f"--rm-url {str(url)!r} is not a valid URL", advice="use http://host:port/path")
 
 
-@rule("CFG-CUSTOM-LOSS", "--loss-type", "--custom-loss-function-path")
-def custom_loss_has_function(config: Config) -> Iterator[Violation]:
-    """Require a function for a custom loss."""
-    if config.algorithm.loss_type == "custom_loss" and not config.algorithm.custom_loss_function_path:
-        yield Violation("--loss-type custom_loss needs a function", advice="use --custom-loss-function-path")
-
-
-@rule("CFG-WHITENING", "--advantage-estimator", "--normalize-advantages")
-def advantages_are_whitened(config: Config) -> Iterator[Violation]:
-    """Require whitened advantages for the REINFORCE++ estimators, which are defined with them."""
-    name = config.algorithm.advantage_estimator
-    by_hook = config.algorithm.custom_advantage_function_path
-    if not (config.is_sft or by_hook or config.algorithm.normalize_advantages) and ESTIMATORS[name].needs_whitening:
-        yield Violation(f"--advantage-estimator {name} needs --normalize-advantages", (set_flag("normalize_advantages", True),))
-
-
 @rule("CFG-MAX-TOKENS", "--use-dynamic-batch-size", "--max-tokens-per-gpu")
 def micro_batches_have_a_limit(config: Config) -> Iterator[Violation]:
     """Require a token limit for packing by tokens."""
@@ -162,27 +164,3 @@ def micro_batches_have_a_limit(config: Config) -> Iterator[Violation]:
             "--use-dynamic-batch-size needs --max-tokens-per-gpu, the limit of tokens per rank, on CPUs too",
             (set_flag("max_tokens_per_gpu", tokens),),
         )
-
-
-@rule("CFG-DEBUG-DATA", "--debug-train-only", "--load-debug-rollout-data")
-def debug_training_has_data(config: Config) -> Iterator[Violation]:
-    """Require saved rollouts for training without engines."""
-    if config.debug.debug_train_only and not config.debug.load_debug_rollout_data:
-        yield Violation("--debug-train-only needs saved rollouts", advice="use --load-debug-rollout-data")
-
-
-@rule("CFG-ASYNC-STALENESS", "--async-mode", "--max-staleness")
-def continuous_rollout_has_a_bound(config: Config) -> Iterator[Violation]:
-    """Require a staleness bound for continuous sampling."""
-    if config.rollout.async_mode == "full" and config.rollout.max_staleness is None:
-        yield Violation(
-            "--async-mode full samples while weights change and needs a bound on staleness, --max-staleness",
-            (set_flag("max_staleness", 1),),
-        )
-
-
-@rule("CFG-MTP-LAYERS", "--enable-mtp-training", "--mtp-num-layers")
-def mtp_training_has_layers(config: Config) -> Iterator[Violation]:
-    """Require that MTP layers are loaded if they are trained."""
-    if config.train.enable_mtp_training and not config.train.mtp_num_layers:
-        yield Violation("--enable-mtp-training needs MTP layers, but --mtp-num-layers loads none", (set_flag("mtp_num_layers", 1),))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Severity
+from fuligo.config.findings import Change, Rule, Severity, simple_rule
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
@@ -14,45 +14,12 @@ def _records(config: Config) -> bool:
     return config.replays_routing and not config.replays_engine_routing
 
 
-@rule("CFG-REPLAY-OLD-POLICY", "--use-routing-replay", "--use-rollout-logprobs")
-def engine_logprobs_with_trainer_routing(config: Config) -> Iterator[Violation]:
-    """Reject replay of the trainer's routing with the engine's log-probabilities, which were computed with the engine's routing."""
-    if _records(config) and config.algorithm.use_rollout_logprobs:
-        yield Violation(
-            "--use-routing-replay repeats the routing of the pass that computed the old log-probabilities, but with --use-rollout-logprobs "
-            "they come from the engine",
-            (set_flag("use_rollout_routing_replay", True), unset_flag("use_routing_replay")),
-        )
-
-
-@rule("CFG-REPLAY-ONE-STEP", "--use-routing-replay", severity=Severity.WARNING)
-def replay_with_one_step(config: Config) -> Iterator[Violation]:
-    """Warn about replay with one optimizer step per rollout: the step itself computes the old log-probabilities."""
-    if _records(config) and not (config.needs_old_logprobs or config.algorithm.use_rollout_logprobs):
-        yield Violation(
-            "--use-routing-replay with one optimizer step per rollout has no effect: the step itself computes the old log-probabilities",
-            (unset_flag("use_routing_replay"),),
-            "or take several steps (--num-steps-per-rollout)",
-        )
-
-
 @rule("CFG-REPLAY-FUSED", "--use-routing-replay", "--use-rollout-routing-replay", "--moe-router-fusion")
 def fused_router(config: Config) -> Iterator[Violation]:
     """Reject TransformerEngine's fused router, which cannot take given choices."""
     if config.replays_routing and config.megatron.get("moe_router_fusion"):
         text = "--moe-router-fusion chooses and weighs experts in one kernel, which cannot replay a given choice"
         yield Violation(text, (Change(("megatron", "moe_router_fusion"), None),), flags=("--moe-router-fusion",))
-
-
-@rule("CFG-REPLAY-ENGINE", "--use-rollout-routing-replay", "--rollout-backend")
-def engine_records_routing(config: Config) -> Iterator[Violation]:
-    """Require SGLang engines for engine routing: the embedded engine does not record experts."""
-    served_elsewhere = bool(config.engine.rollout_external_engine_addrs)
-    if config.replays_engine_routing and config.needs_engine and not (served_elsewhere or config.engine_capabilities.records_routing):
-        yield Violation(
-            "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token, but --rollout-backend is embedded",
-            advice="use --rollout-backend sglang, or --use-routing-replay for the trainer's own routing",
-        )
 
 
 @rule("CFG-REPLAY-RECORD", "--use-rollout-routing-replay")
@@ -79,3 +46,26 @@ def _holes(group: EngineGroupSpec) -> Iterator[str]:
             yield option_name(f"sglang_{name}")
     if arguments.value("speculative_algorithm") is not None and (arguments.value("speculative_eagle_topk") or 1) > 1:
         yield f"--sglang-speculative-eagle-topk {arguments.value('speculative_eagle_topk')}"
+
+
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-REPLAY-OLD-POLICY", "--use-routing-replay --use-rollout-logprobs",
+        "Reject replay of the trainer's routing with the engine's log-probabilities, which were computed with the engine's routing.",
+        lambda config: _records(config) and config.algorithm.use_rollout_logprobs,
+        "--use-routing-replay repeats the routing of the pass that computed the old log-probabilities, but with --use-rollout-logprobs "
+        "they come from the engine",
+        set_flag("use_rollout_routing_replay", True), unset_flag("use_routing_replay")),
+    simple_rule("CFG-REPLAY-ONE-STEP", "--use-routing-replay",
+        "Warn about replay with one optimizer step per rollout: the step itself computes the old log-probabilities.",
+        lambda config: _records(config) and not (config.needs_old_logprobs or config.algorithm.use_rollout_logprobs),
+        "--use-routing-replay with one optimizer step per rollout has no effect: the step itself computes the old log-probabilities",
+        unset_flag("use_routing_replay"), advice="or take several steps (--num-steps-per-rollout)", severity=Severity.WARNING),
+    simple_rule("CFG-REPLAY-ENGINE", "--use-rollout-routing-replay --rollout-backend",
+        "Require SGLang engines for engine routing: the embedded engine does not record experts.",
+        lambda config: config.replays_engine_routing and config.needs_engine
+        and not (config.engine.rollout_external_engine_addrs or config.engine_capabilities.records_routing),
+        "--use-rollout-routing-replay needs SGLang engines, which record the experts of every token, but --rollout-backend is embedded",
+        advice="use --rollout-backend sglang, or --use-routing-replay for the trainer's own routing"),
+)
+# fmt: on

@@ -1,8 +1,10 @@
 """Rules on numbers that must agree or stay within bounds: batch and cache sizes, sampling, importance weights, learning rate."""
 
+import math
 from collections.abc import Iterator
 
 from fuligo.config import Config
+from fuligo.config.findings import Change, Rule, simple_rule
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import Violation, rule, set_flag, unset_flag
 from fuligo.quantities import count
@@ -43,15 +45,6 @@ def steps_divide_rollout(config: Config) -> Iterator[Violation]:
         yield Violation(f"--num-steps-per-rollout {steps} does not divide a rollout ({_samples(config)}) into equal steps", tuple(changes))
 
 
-@rule("CFG-STEP-SIZES", "--global-batch-size", "--num-steps-per-rollout")
-def global_batch_agrees_with_steps(config: Config) -> Iterator[Violation]:
-    """Require that the global batch size and the number of steps agree."""
-    size, steps, samples = config.train.global_batch_size, config.train.num_steps_per_rollout, config.samples_per_rollout
-    if size is not None and steps is not None and size * steps != samples and not samples % steps:
-        text = f"--global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}, but {_samples(config)}"
-        yield Violation(text, (unset_flag("global_batch_size"),))
-
-
 @rule("CFG-EMPTY-RANK", "--global-batch-size", "--rollout-batch-size", "--n-samples-per-prompt")
 def every_rank_has_a_sample(config: Config) -> Iterator[Violation]:
     """Require a sample per data-parallel rank and step; a rank without one would block the others."""
@@ -89,15 +82,6 @@ def context_has_room(config: Config) -> Iterator[Violation]:
         yield Violation(text, (set_flag("rollout_max_context_len", prompt + config.rollout.rollout_max_response_len),))
 
 
-@rule("CFG-KV-CACHE", "--embedded-max-total-tokens", "--rollout-max-response-len")
-def cache_holds_a_response(config: Config) -> Iterator[Violation]:
-    """Require a KV cache that holds one request."""
-    cache, response = config.engine.embedded_max_total_tokens, config.rollout.rollout_max_response_len
-    if cache is not None and cache <= response:
-        text = f"--embedded-max-total-tokens {cache} cannot hold one prompt and a response of --rollout-max-response-len {response}"
-        yield Violation(text, (unset_flag("embedded_max_total_tokens"),))
-
-
 @rule("CFG-TOP-K", "--rollout-top-k", "--eval-top-k")
 def top_k_keeps_a_token(config: Config) -> Iterator[Violation]:
     """Reject top-k 0, which keeps no token."""
@@ -107,14 +91,6 @@ def top_k_keeps_a_token(config: Config) -> Iterator[Violation]:
         yield Violation(
             f"{' and '.join(options)} 0 keeps no token; -1 keeps all", tuple(set_flag(name, -1) for name in zero), flags=options
         )
-
-
-@rule("CFG-TIS-BOUNDS", "--tis-clip-low", "--tis-clip")
-def tis_bounds_are_ordered(config: Config) -> Iterator[Violation]:
-    """Require a lower bound of importance weights that does not exceed the upper bound."""
-    low, high = config.algorithm.tis_clip_low, config.algorithm.tis_clip
-    if low > high:
-        yield Violation(f"--tis-clip-low {low} is above --tis-clip {high}", (unset_flag("tis_clip_low"),))
 
 
 @rule("CFG-MIN-LR", "--min-lr", "--lr", "--critic-lr")
@@ -140,3 +116,28 @@ def decay_follows_warmup(config: Config) -> Iterator[Violation]:
             text = f"--lr-decay-iters {decay}, counted from the first step, does not end after {option} {warmup}"
             yield Violation(text, (unset_flag("lr_decay_iters"),), flags=("--lr-decay-iters", option))
             return
+
+
+@rule("CFG-STEP-SIZES", "--global-batch-size", "--num-steps-per-rollout")
+def global_batch_agrees_with_steps(config: Config) -> Iterator[Violation]:
+    """Require that the global batch size and the number of steps agree."""
+    size, steps, samples = config.train.global_batch_size, config.train.num_steps_per_rollout, config.samples_per_rollout
+    if size is not None and steps is not None and size * steps != samples and not samples % steps:
+        text = f"--global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}, but {_samples(config)}"
+        yield Violation(text, (unset_flag("global_batch_size"),))
+
+
+# fmt: off
+TABLE: tuple[Rule[Config, Change], ...] = (
+    simple_rule("CFG-KV-CACHE", "--embedded-max-total-tokens --rollout-max-response-len", "Require a KV cache that holds one request.",
+        lambda config: (config.engine.embedded_max_total_tokens or math.inf) <= config.rollout.rollout_max_response_len,
+        lambda config: f"--embedded-max-total-tokens {config.engine.embedded_max_total_tokens} cannot hold one prompt and a response of "
+        f"--rollout-max-response-len {config.rollout.rollout_max_response_len}",
+        unset_flag("embedded_max_total_tokens")),
+    simple_rule("CFG-TIS-BOUNDS", "--tis-clip-low --tis-clip",
+        "Require a lower bound of importance weights that does not exceed the upper bound.",
+        lambda config: config.algorithm.tis_clip_low > config.algorithm.tis_clip,
+        lambda config: f"--tis-clip-low {config.algorithm.tis_clip_low} is above --tis-clip {config.algorithm.tis_clip}",
+        unset_flag("tis_clip_low")),
+)
+# fmt: on

@@ -1,6 +1,6 @@
 """Rules about a run, its model and its GPUs. Each rule is a pure function with an id; docs/rules.md lists them."""
 
-from fuligo.config.findings import Rule
+from fuligo.config.findings import rules_of
 from fuligo.planner.rules import (
     adapter,
     deepep,
@@ -22,5 +22,5 @@ _MODULES = (
     *(model, adapter, parallel, pipeline, trainer_experts, trainer_options),
     *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths, sampling),
 )
-RULES = tuple(value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule))
+RULES = rules_of(_MODULES)
 """All rules, in the order of the report: module by module, each in the order of its definitions."""

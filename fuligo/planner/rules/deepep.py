@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
-from fuligo.planner.rules.servers import engine_size, resizes, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import engine_size, group_rule, resizes, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
@@ -27,47 +27,47 @@ def with_deepep(subject: Subject) -> list[EngineGroupSpec]:
     return [spec for spec in serving_policy(subject) if has_experts and spec.arguments.value("moe_a2a_backend") == "deepep"]
 
 
-@rule("PLAN-DEEPEP-RANKS", "--sglang-moe-a2a-backend", "--rollout-num-gpus-per-engine")
-def dispatch_has_a_configuration(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-DEEPEP-RANKS", "--sglang-moe-a2a-backend", "--rollout-num-gpus-per-engine", groups=with_deepep)
+def dispatch_has_a_configuration(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """DeepEP's dispatch is configured for at most 160 expert ranks."""
-    for spec in with_deepep(subject):
-        if spec.ep_size > MAX_RANKS:
-            smaller = [size for size in divisors(spec.num_gpus) if size // spec.pp_size <= MAX_RANKS]
-            yield Violation(
-                f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, but DeepEP has no "
-                f"dispatch configuration above {MAX_RANKS}",
-                tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))),
-                f"use engines of at most {MAX_RANKS} GPUs",
-            )
+    if spec.ep_size > MAX_RANKS:
+        smaller = [size for size in divisors(spec.num_gpus) if size // spec.pp_size <= MAX_RANKS]
+        yield Violation(
+            f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, but DeepEP has no "
+            f"dispatch configuration above {MAX_RANKS}",
+            tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))),
+            f"use engines of at most {MAX_RANKS} GPUs",
+        )
 
 
-@rule("PLAN-DEEPEP-DISPATCH", "--env", "--sglang-cuda-graph-max-bs-decode", "--sglang-speculative-num-draft-tokens")
-def dispatch_buffers_hold_a_batch(subject: Subject) -> Iterator[Violation]:
+@group_rule(
+    "PLAN-DEEPEP-DISPATCH", "--env", "--sglang-cuda-graph-max-bs-decode", "--sglang-speculative-num-draft-tokens", groups=with_deepep
+)
+def dispatch_buffers_hold_a_batch(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """The low-latency buffers must hold the tokens of the largest decoding batch that is captured as a CUDA graph."""
     env = subject.config.cluster.env
     given = env.get(DISPATCH_TOKENS, str(DEFAULT_DISPATCH_TOKENS))
-    for spec in with_deepep(subject):
-        has_no_graphs = spec.arguments.get("disable_cuda_graph") or spec.arguments.get("disable_decode_cuda_graph")
-        if has_no_graphs or spec.arguments.get("cuda_graph_backend_decode") == "disabled":
-            continue
-        if spec.worker_type == "prefill" or spec.arguments.value("deepep_mode") == "normal":
-            continue
-        batch, drafts = _largest_batch(subject, spec), server_settings(spec, subject.rollout_architecture, subject.gpu).draft_tokens
-        needed = batch * drafts
-        if given.isdecimal() and needed <= int(given) <= MAX_DISPATCH_TOKENS:
-            continue
-        default = "" if DISPATCH_TOKENS in env else " (its default)"
-        product = f" = batch {batch} x {shown(spec, 'speculative_num_draft_tokens', drafts)}" if drafts > 1 else ""
-        rounded = max(16, 1 << (needed - 1).bit_length())
-        fixes: list[Fix] = []
-        if needed <= MAX_DISPATCH_TOKENS:
-            fixes.append((Change(("cluster", "env", DISPATCH_TOKENS), str(rounded)),))
-        fixes.append(_smaller_batch(subject, spec, drafts, int(given) if given.isdecimal() else DEFAULT_DISPATCH_TOKENS))
-        yield Violation(
-            f"--env {DISPATCH_TOKENS}={given}{default} must be at least {needed}{product}, the tokens of the largest decoding graph "
-            f"(--sglang-cuda-graph-max-bs-decode){where(spec)}, and at most {MAX_DISPATCH_TOKENS}",
-            tuple(fixes),
-        )
+    has_no_graphs = spec.arguments.get("disable_cuda_graph") or spec.arguments.get("disable_decode_cuda_graph")
+    if has_no_graphs or spec.arguments.get("cuda_graph_backend_decode") == "disabled":
+        return
+    if spec.worker_type == "prefill" or spec.arguments.value("deepep_mode") == "normal":
+        return
+    batch, drafts = _largest_batch(subject, spec), server_settings(spec, subject.rollout_architecture, subject.gpu).draft_tokens
+    needed = batch * drafts
+    if given.isdecimal() and needed <= int(given) <= MAX_DISPATCH_TOKENS:
+        return
+    default = "" if DISPATCH_TOKENS in env else " (its default)"
+    product = f" = batch {batch} x {shown(spec, 'speculative_num_draft_tokens', drafts)}" if drafts > 1 else ""
+    rounded = max(16, 1 << (needed - 1).bit_length())
+    fixes: list[Fix] = []
+    if needed <= MAX_DISPATCH_TOKENS:
+        fixes.append((Change(("cluster", "env", DISPATCH_TOKENS), str(rounded)),))
+    fixes.append(_smaller_batch(subject, spec, drafts, int(given) if given.isdecimal() else DEFAULT_DISPATCH_TOKENS))
+    yield Violation(
+        f"--env {DISPATCH_TOKENS}={given}{default} must be at least {needed}{product}, the tokens of the largest decoding graph "
+        f"(--sglang-cuda-graph-max-bs-decode){where(spec)}, and at most {MAX_DISPATCH_TOKENS}",
+        tuple(fixes),
+    )
 
 
 def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
@@ -86,20 +86,19 @@ def _smaller_batch(subject: Subject, spec: EngineGroupSpec, drafts: int, tokens:
     return (set_argument(subject, spec, "cuda_graph_max_bs_decode", largest),)
 
 
-@rule("PLAN-DEEPEP-MODE", "--sglang-deepep-mode", severity=Severity.WARNING)
-def mode_suits_the_work(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-DEEPEP-MODE", "--sglang-deepep-mode", severity=Severity.WARNING, groups=with_deepep)
+def mode_suits_the_work(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """DeepEP's normal kernels decode without CUDA graphs, and the buffers of its low-latency kernels are too small for a prefill."""
-    for spec in with_deepep(subject):
-        mode = spec.arguments.value("deepep_mode")
-        auto = ((set_argument(subject, spec, "deepep_mode", None),),)
-        if mode == "normal" and spec.worker_type != "prefill":
-            yield Violation(f"{shown(spec, 'deepep_mode')}{where(spec)}: decoding runs without CUDA graphs, several times slower", auto)
-        if mode == "low_latency" and spec.worker_type != "decode":
-            yield Violation(
-                f"{shown(spec, 'deepep_mode')}{where(spec)}: its buffers, which are sized for decoding, are too small for "
-                "the tokens of a prefill",
-                auto,
-            )
+    mode = spec.arguments.value("deepep_mode")
+    auto = ((set_argument(subject, spec, "deepep_mode", None),),)
+    if mode == "normal" and spec.worker_type != "prefill":
+        yield Violation(f"{shown(spec, 'deepep_mode')}{where(spec)}: decoding runs without CUDA graphs, several times slower", auto)
+    if mode == "low_latency" and spec.worker_type != "decode":
+        yield Violation(
+            f"{shown(spec, 'deepep_mode')}{where(spec)}: its buffers, which are sized for decoding, are too small for "
+            "the tokens of a prefill",
+            auto,
+        )
 
 
 @rule("PLAN-DEEPEP-NO-EFFECT", "--sglang-deepep-mode", "--sglang-moe-a2a-backend")
@@ -134,45 +133,43 @@ def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Violation]:
     )
 
 
-@rule("PLAN-DEEPEP-FP8-CHANNEL", "--sglang-moe-a2a-backend", "--hf-checkpoint")
-def deepep_takes_blocks(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-DEEPEP-FP8-CHANNEL", "--sglang-moe-a2a-backend", "--hf-checkpoint", groups=with_deepep)
+def deepep_takes_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """SGLang's DeepEP path takes FP8 weights quantized in blocks, not per channel or tensor."""
     quantisation = quantisation_of(subject)
     if quantisation is None or "weight_block_size" in quantisation:
         return
-    for spec in with_deepep(subject):
-        method = quantisation.get("quant_method", "unknown")
-        yield Violation(
-            f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantized in blocks "
-            f"(quant_method {method}), which DeepEP needs",
-            ((set_argument(subject, spec, "moe_a2a_backend", None),),),
-            "convert the checkpoint: fuligo convert fp8 --strategy block --block-size 128 128",
-        )
+    method = quantisation.get("quant_method", "unknown")
+    yield Violation(
+        f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantized in blocks "
+        f"(quant_method {method}), which DeepEP needs",
+        ((set_argument(subject, spec, "moe_a2a_backend", None),),),
+        "convert the checkpoint: fuligo convert fp8 --strategy block --block-size 128 128",
+    )
 
 
-@rule("PLAN-FP8-BLOCKS", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--hf-checkpoint")
-def shares_are_whole_blocks(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-FP8-BLOCKS", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--hf-checkpoint")
+def shares_are_whole_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """A GPU's share of a block-quantized matrix must be a whole number of blocks."""
     architecture, quantisation = subject.rollout_architecture, quantisation_of(subject)
     size = (quantisation or {}).get("weight_block_size")
     block = max(size) if isinstance(size, list) and size and all(isinstance(each, int) for each in size) else None
     if block is None:
         return
-    for spec in serving_policy(subject):
-        experts, dense = architecture.experts, spec.arguments.get("moe_dense_tp_size") or spec.tp_size
-        sizes_of_mlps = [width for layer in architecture.layers if (width := architecture.dense_size_of(layer))]
-        widths = {"a dense MLP": (min(sizes_of_mlps), dense)} if sizes_of_mlps else {}
-        if experts is not None and spec.tp_size % spec.ep_size == 0:
-            widths["an expert"] = (experts.intermediate_size, spec.tp_size // spec.ep_size)
-        for name, (width, share) in widths.items():
-            if share > 1 and width % share == 0 and width // share % block:
-                spread = ((set_argument(subject, spec, "ep_size", spec.tp_size),),) if name == "an expert" else ()
-                sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
-                yield Violation(
-                    f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns; {width // share} is not a multiple of "
-                    f"the FP8 block size {block}",
-                    (*spread, *resizes(subject, spec, sizes)),
-                )
+    experts, dense = architecture.experts, spec.arguments.get("moe_dense_tp_size") or spec.tp_size
+    sizes_of_mlps = [width for layer in architecture.layers if (width := architecture.dense_size_of(layer))]
+    widths = {"a dense MLP": (min(sizes_of_mlps), dense)} if sizes_of_mlps else {}
+    if experts is not None and spec.tp_size % spec.ep_size == 0:
+        widths["an expert"] = (experts.intermediate_size, spec.tp_size // spec.ep_size)
+    for name, (width, share) in widths.items():
+        if share > 1 and width % share == 0 and width // share % block:
+            spread = ((set_argument(subject, spec, "ep_size", spec.tp_size),),) if name == "an expert" else ()
+            sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
+            yield Violation(
+                f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns; {width // share} is not a multiple of "
+                f"the FP8 block size {block}",
+                (*spread, *resizes(subject, spec, sizes)),
+            )
 
 
 def quantisation_of(subject: Subject) -> dict[str, object] | None:

@@ -11,7 +11,7 @@ from fuligo.models.architecture import GroupedAttention, LatentAttention
 from fuligo.models.from_flags import TORCH_INSTEAD
 from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Violation, rule
-from fuligo.planner.rules.servers import option, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import group_rule, option, set_argument, shown, where
 from fuligo.planner.subject import Subject
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -30,32 +30,31 @@ def _given(spec: EngineGroupSpec) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-@rule("PLAN-ATTENTION-BACKEND", *(option(name) for name in _BACKENDS))
-def kernels_suit_the_attention(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-ATTENTION-BACKEND", *(option(name) for name in _BACKENDS))
+def kernels_suit_the_attention(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """Kernels are made for one kind of attention: grouped, latent (MLA) or sparse (DSA)."""
     architecture = subject.rollout_architecture
     is_latent, is_sparse = isinstance(architecture.attention, LatentAttention), architecture.sparse_index is not None
     has_sinks = isinstance(architecture.attention, GroupedAttention) and architecture.attention.has_sinks
     supported = family_of(architecture).sglang_attention
-    for spec in serving_policy(subject):
-        for name, backend in _given(spec):
-            if backend in _LATENT and not is_latent:
-                reason = "latent attention (MLA), which the model does not have"
-            elif backend in _SPARSE and not is_sparse:
-                reason = "sparse attention (DSA), which the model does not have"
-            elif backend in ("dsv4", "compressed", "dual_chunk_flash_attn"):
-                reason = f"another kind of attention than {architecture.model_type}'s"
-            elif backend in _OTHER_VENDORS:
-                reason = "processors of another vendor"
-            elif supported and backend not in supported:
-                reason = f"other models than {architecture.model_type}, which SGLang serves with {' or '.join(supported)}"
-            elif has_sinks and backend not in _WITH_SINKS:
-                reason = "attention without sinks, but the model has sinks"
-            elif is_sparse and name == "attention_backend" and backend not in _SPARSE:
-                reason = "full attention, but the model's is sparse (DSA)"
-            else:
-                continue
-            yield Violation(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((set_argument(subject, spec, name, None),),))
+    for name, backend in _given(spec):
+        if backend in _LATENT and not is_latent:
+            reason = "latent attention (MLA), which the model does not have"
+        elif backend in _SPARSE and not is_sparse:
+            reason = "sparse attention (DSA), which the model does not have"
+        elif backend in ("dsv4", "compressed", "dual_chunk_flash_attn"):
+            reason = f"another kind of attention than {architecture.model_type}'s"
+        elif backend in _OTHER_VENDORS:
+            reason = "processors of another vendor"
+        elif supported and backend not in supported:
+            reason = f"other models than {architecture.model_type}, which SGLang serves with {' or '.join(supported)}"
+        elif has_sinks and backend not in _WITH_SINKS:
+            reason = "attention without sinks, but the model has sinks"
+        elif is_sparse and name == "attention_backend" and backend not in _SPARSE:
+            reason = "full attention, but the model's is sparse (DSA)"
+        else:
+            continue
+        yield Violation(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((set_argument(subject, spec, name, None),),))
 
 
 @rule("PLAN-TORCH-ONLY", "--train-backend")
@@ -102,55 +101,51 @@ def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-ATTENTION-GPU", *(option(name) for name in _BACKENDS), severity=Severity.WARNING)
-def kernels_run_on_the_gpu(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-ATTENTION-GPU", *(option(name) for name in _BACKENDS), severity=Severity.WARNING)
+def kernels_run_on_the_gpu(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """Some kernels need a Blackwell GPU; FlashAttention 3 needs an Ampere or Hopper GPU."""
     name_of_gpu = subject.gpu.name
     latent = isinstance(subject.rollout_architecture.attention, LatentAttention)
-    for spec in serving_policy(subject):
-        for name, backend in _given(spec):
-            needs = "Blackwell GPUs" if backend in _BLACKWELL and latent and not name_of_gpu.startswith("b") else ""
-            hopper = name_of_gpu.startswith("h") or (not latent and not name_of_gpu.startswith("b"))
-            if backend == "fa3" and not hopper:
-                needs = "Hopper GPUs for latent attention" if latent else "Ampere or Hopper GPUs"
-            if needs:
-                text = f"{shown(spec, name)}{where(spec)} needs {needs}, but --gpu is {name_of_gpu}"
-                yield Violation(text, ((set_argument(subject, spec, name, None),),))
+    for name, backend in _given(spec):
+        needs = "Blackwell GPUs" if backend in _BLACKWELL and latent and not name_of_gpu.startswith("b") else ""
+        hopper = name_of_gpu.startswith("h") or (not latent and not name_of_gpu.startswith("b"))
+        if backend == "fa3" and not hopper:
+            needs = "Hopper GPUs for latent attention" if latent else "Ampere or Hopper GPUs"
+        if needs:
+            text = f"{shown(spec, name)}{where(spec)} needs {needs}, but --gpu is {name_of_gpu}"
+            yield Violation(text, ((set_argument(subject, spec, name, None),),))
 
 
-@rule("PLAN-DSA-NO-EFFECT", "--sglang-dsa-prefill-backend", "--sglang-dsa-decode-backend")
-def attention_is_sparse(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-DSA-NO-EFFECT", "--sglang-dsa-prefill-backend", "--sglang-dsa-decode-backend")
+def attention_is_sparse(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """Kernels of sparse attention have no effect on a model without it."""
     if subject.rollout_architecture.sparse_index is not None:
         return
-    for spec in serving_policy(subject):
-        given = [name for name in ("dsa_prefill_backend", "dsa_decode_backend") if spec.arguments.get(name) is not None]
-        if given:
-            yield Violation(
-                f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no sparse attention (DSA)",
-                (tuple(set_argument(subject, spec, name, None) for name in given),),
-            )
+    given = [name for name in ("dsa_prefill_backend", "dsa_decode_backend") if spec.arguments.get(name) is not None]
+    if given:
+        yield Violation(
+            f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no sparse attention (DSA)",
+            (tuple(set_argument(subject, spec, name, None) for name in given),),
+        )
 
 
-@rule("PLAN-DSA-CACHE", "--sglang-kv-cache-dtype")
-def sparse_cache_has_its_types(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-DSA-CACHE", "--sglang-kv-cache-dtype")
+def sparse_cache_has_its_types(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """The cache of sparse attention is bf16 or fp8_e4m3."""
     if subject.rollout_architecture.sparse_index is None:
         return
-    for spec in serving_policy(subject):
-        if spec.arguments.value("kv_cache_dtype") not in _SPARSE_CACHES:
-            text = f"{shown(spec, 'kv_cache_dtype')}{where(spec)}: sparse attention (DSA) supports bfloat16 and fp8_e4m3 only"
-            yield Violation(text, ((set_argument(subject, spec, "kv_cache_dtype", "fp8_e4m3"),),))
+    if spec.arguments.value("kv_cache_dtype") not in _SPARSE_CACHES:
+        text = f"{shown(spec, 'kv_cache_dtype')}{where(spec)}: sparse attention (DSA) supports bfloat16 and fp8_e4m3 only"
+        yield Violation(text, ((set_argument(subject, spec, "kv_cache_dtype", "fp8_e4m3"),),))
 
 
-@rule("PLAN-DETERMINISTIC", "--sglang-enable-deterministic-inference", "--sglang-attention-backend")
-def kernels_are_deterministic(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-DETERMINISTIC", "--sglang-enable-deterministic-inference", "--sglang-attention-backend")
+def kernels_are_deterministic(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """Only a few attention kernels support deterministic inference."""
-    for spec in serving_policy(subject):
-        backend = spec.arguments.get("attention_backend")
-        if spec.arguments.get("enable_deterministic_inference") and backend is not None and backend not in _DETERMINISTIC:
-            yield Violation(
-                f"--sglang-enable-deterministic-inference{where(spec)} works with {', '.join(_DETERMINISTIC)}, "
-                f"not with {shown(spec, 'attention_backend')}",
-                ((set_argument(subject, spec, "attention_backend", None),), (set_argument(subject, spec, "attention_backend", "triton"),)),
-            )
+    backend = spec.arguments.get("attention_backend")
+    if spec.arguments.get("enable_deterministic_inference") and backend is not None and backend not in _DETERMINISTIC:
+        yield Violation(
+            f"--sglang-enable-deterministic-inference{where(spec)} works with {', '.join(_DETERMINISTIC)}, "
+            f"not with {shown(spec, 'attention_backend')}",
+            ((set_argument(subject, spec, "attention_backend", None),), (set_argument(subject, spec, "attention_backend", "triton"),)),
+        )

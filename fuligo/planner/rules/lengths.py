@@ -9,32 +9,32 @@ from fuligo.config import Config
 from fuligo.config.findings import Severity
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag
+from fuligo.config.topology import EngineGroupSpec
 from fuligo.errors import ConfigError
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import longest_prompt, longest_sample
 from fuligo.planner.memory.bars import memory_bars
 from fuligo.planner.rules.parallel import dense_sizes_divide
 from fuligo.planner.rules.rule import Violation, rule
-from fuligo.planner.rules.servers import serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import group_rule, serving_policy, set_argument, shown, where
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount
 
 _LONGER_ALLOWED = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
-@rule("PLAN-CONTEXT-LENGTH", "--sglang-context-length")
-def context_is_the_models(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-CONTEXT-LENGTH", "--sglang-context-length")
+def context_is_the_models(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """The engines' context cannot exceed the model's `max_position_embeddings`."""
     most = subject.rollout_architecture.max_position_embeddings
     if subject.config.cluster.env.get(_LONGER_ALLOWED, "0").lower() in ("1", "true"):
         return
-    for spec in serving_policy(subject):
-        if (spec.arguments.get("context_length") or 0) > most:
-            yield Violation(
-                f"{shown(spec, 'context_length')}{where(spec)} is more than the model's {most} positions",
-                ((set_argument(subject, spec, "context_length", most),), (set_argument(subject, spec, "context_length", None),)),
-                f"or allow it with {_LONGER_ALLOWED}=1 in --env",
-            )
+    if (spec.arguments.get("context_length") or 0) > most:
+        yield Violation(
+            f"{shown(spec, 'context_length')}{where(spec)} is more than the model's {most} positions",
+            ((set_argument(subject, spec, "context_length", most),), (set_argument(subject, spec, "context_length", None),)),
+            f"or allow it with {_LONGER_ALLOWED}=1 in --env",
+        )
 
 
 @rule("PLAN-RESPONSE-CONTEXT", "--rollout-max-response-len", "--eval-max-response-len", "--rollout-max-context-len")

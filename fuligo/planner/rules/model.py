@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fuligo.config.findings import Change, Severity
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
-from fuligo.config.topology import policy_model
+from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.errors import ConfigError
 from fuligo.formats.quantisation import unsupported_in_updates
 from fuligo.models.architecture import LatentAttention
@@ -13,7 +13,7 @@ from fuligo.models.megatron_flags import describe_disagreement, disagreements
 from fuligo.models.registry import batch_variant_because, family_of, unshareable_because
 from fuligo.planner.rules.deepep import quantisation_of, with_deepep
 from fuligo.planner.rules.rule import Fix, Violation, rule
-from fuligo.planner.rules.servers import running
+from fuligo.planner.rules.servers import group_rule, running
 from fuligo.planner.subject import Subject
 
 _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -128,8 +128,8 @@ def layers_have_batch_invariant_operations(subject: Subject) -> Iterator[Violati
             return
 
 
-@rule("PLAN-EXACT-WIDTHS", "--exact-on-policy", "--rollout-num-gpus-per-engine")
-def parts_of_products_are_aligned(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-EXACT-WIDTHS", "--exact-on-policy", "--rollout-num-gpus-per-engine", groups=running)
+def parts_of_products_are_aligned(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """The batch-invariant kernels load groups of 8 elements: a GPU's part of attention output and MLP must be a multiple of 8."""
     config, architecture = subject.config, subject.rollout_architecture
     if not config.train.exact_on_policy or isinstance(architecture.attention, LatentAttention):
@@ -139,12 +139,11 @@ def parts_of_products_are_aligned(subject: Subject) -> Iterator[Violation]:
         widths["an expert"] = architecture.experts.intermediate_size
     else:
         widths["an MLP"] = architecture.intermediate_size
-    for spec in running(subject):
-        odd = [(name, width) for name, width in widths.items() if width % (ALIGNMENT * spec.tp_size)]
-        if odd and spec.model == policy_model(config):
-            name, width = odd[0]
-            text = f"a GPU's part of {name}, {width:,} / {spec.tp_size} columns, is not a multiple of {ALIGNMENT}"
-            yield Violation(f"--exact-on-policy: {text}", ((set_flag("exact_on_policy", None),),))
+    odd = [(name, width) for name, width in widths.items() if width % (ALIGNMENT * spec.tp_size)]
+    if odd and spec.model == policy_model(config):
+        name, width = odd[0]
+        text = f"a GPU's part of {name}, {width:,} / {spec.tp_size} columns, is not a multiple of {ALIGNMENT}"
+        yield Violation(f"--exact-on-policy: {text}", ((set_flag("exact_on_policy", None),),))
 
 
 @rule("PLAN-PREFIX-MODEL", "--share-prefixes")

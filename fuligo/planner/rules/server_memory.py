@@ -10,7 +10,7 @@ from fuligo.config.findings import Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Violation, nearest_first, rule
-from fuligo.planner.rules.servers import option, running, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import group_rule, option, running, serving_policy, set_argument, shown, where
 from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
@@ -21,21 +21,20 @@ _PAGE_SIZES = {"flashmla": 64, "cutlass_mla": 128}
 _DSA_PAGE = 64
 
 
-@rule("PLAN-MEM-FRACTION", "--sglang-mem-fraction-static", "--colocate", severity=Severity.WARNING)
-def engines_leave_room(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-MEM-FRACTION", "--sglang-mem-fraction-static", "--colocate", severity=Severity.WARNING)
+def engines_leave_room(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """A colocated trainer keeps some memory while the engines work."""
     if not subject.config.cluster.colocate or subject.config.debug.debug_rollout_only:
         return
-    for spec in serving_policy(subject):
-        given = spec.arguments.get("mem_fraction_static")
-        fraction = server_settings(spec, subject.rollout_architecture, subject.gpu).mem_fraction_static
-        if fraction <= MAX_SHARED_FRACTION:
-            continue
-        chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static {fraction} (SGLang's default)"
-        yield Violation(
-            f"{chosen}{where(spec)} with --colocate: the trainer keeps some of the GPU's memory too",
-            ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
-        )
+    given = spec.arguments.get("mem_fraction_static")
+    fraction = server_settings(spec, subject.rollout_architecture, subject.gpu).mem_fraction_static
+    if fraction <= MAX_SHARED_FRACTION:
+        return
+    chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static {fraction} (SGLang's default)"
+    yield Violation(
+        f"{chosen}{where(spec)} with --colocate: the trainer keeps some of the GPU's memory too",
+        ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
+    )
 
 
 def page_size(subject: Subject, spec: EngineGroupSpec) -> int:
@@ -47,58 +46,55 @@ def page_size(subject: Subject, spec: EngineGroupSpec) -> int:
     return forced[0] if forced else spec.arguments.get("page_size") or 1
 
 
-@rule("PLAN-CHUNK-PAGES", "--sglang-chunked-prefill-size", "--sglang-page-size", "--sglang-dp-size")
-def chunks_are_whole_pages(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-CHUNK-PAGES", "--sglang-chunked-prefill-size", "--sglang-page-size", "--sglang-dp-size")
+def chunks_are_whole_pages(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """Each attention replica's share of a prefill chunk must be a whole number of pages."""
-    for spec in serving_policy(subject):
-        chunk, page = spec.arguments.get("chunked_prefill_size"), page_size(subject, spec)
-        settings = server_settings(spec, subject.rollout_architecture, subject.gpu)
-        if spec.worker_type == "decode" or (chunk is not None and chunk <= 0):
-            continue
-        share = settings.chunked_prefill_tokens if chunk is None else chunk // spec.dp_size
-        if share % page == 0 and share > 0:
-            continue
-        whole = page * spec.dp_size
-        total = chunk or share * spec.dp_size
-        fitting = [whole * number for number in {max(1, total // whole), total // whole + 1}]
-        replicas = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
-        name = shown(spec, "chunked_prefill_size") if chunk else f"--sglang-chunked-prefill-size (by default {total})"
-        yield Violation(
-            f"{name}{replicas} tokens are not a multiple of the page size {page}{where(spec)}",
-            tuple((set_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)),
-        )
+    chunk, page = spec.arguments.get("chunked_prefill_size"), page_size(subject, spec)
+    settings = server_settings(spec, subject.rollout_architecture, subject.gpu)
+    if spec.worker_type == "decode" or (chunk is not None and chunk <= 0):
+        return
+    share = settings.chunked_prefill_tokens if chunk is None else chunk // spec.dp_size
+    if share % page == 0 and share > 0:
+        return
+    whole = page * spec.dp_size
+    total = chunk or share * spec.dp_size
+    fitting = [whole * number for number in {max(1, total // whole), total // whole + 1}]
+    replicas = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
+    name = shown(spec, "chunked_prefill_size") if chunk else f"--sglang-chunked-prefill-size (by default {total})"
+    yield Violation(
+        f"{name}{replicas} tokens are not a multiple of the page size {page}{where(spec)}",
+        tuple((set_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)),
+    )
 
 
-@rule("PLAN-RUNNING-REQUESTS", "--sglang-max-running-requests", "--sglang-dp-size")
-def every_replica_runs_requests(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-RUNNING-REQUESTS", "--sglang-max-running-requests", "--sglang-dp-size", groups=running)
+def every_replica_runs_requests(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """An engine's attention replicas share its requests, so each must get at least one."""
-    for spec in running(subject):
-        requests = max_running_requests(spec)
-        if requests is None or requests >= spec.dp_size:
-            continue
-        limit = shown(spec, "max_running_requests")
-        if spec.arguments.get("max_running_requests") is None:
-            algorithm = shown(spec, "speculative_algorithm")
-            limit = f"--sglang-max-running-requests {SPECULATIVE_REQUESTS} (SGLang's default with {algorithm})"
-        text = f"{limit} leaves some of the attention replicas ({shown(spec, 'dp_size')}) without requests{where(spec)}"
-        enough = max(spec.dp_size, _requests_wanted(subject, spec))
-        yield Violation(text, ((set_argument(subject, spec, "max_running_requests", enough),),))
+    requests = max_running_requests(spec)
+    if requests is None or requests >= spec.dp_size:
+        return
+    limit = shown(spec, "max_running_requests")
+    if spec.arguments.get("max_running_requests") is None:
+        algorithm = shown(spec, "speculative_algorithm")
+        limit = f"--sglang-max-running-requests {SPECULATIVE_REQUESTS} (SGLang's default with {algorithm})"
+    text = f"{limit} leaves some of the attention replicas ({shown(spec, 'dp_size')}) without requests{where(spec)}"
+    enough = max(spec.dp_size, _requests_wanted(subject, spec))
+    yield Violation(text, ((set_argument(subject, spec, "max_running_requests", enough),),))
 
 
-@rule("PLAN-SPEC-REQUESTS", "--sglang-speculative-algorithm", "--sglang-max-running-requests", severity=Severity.WARNING)
-def drafting_engines_run_few_requests(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-SPEC-REQUESTS", "--sglang-speculative-algorithm", "--sglang-max-running-requests", severity=Severity.WARNING)
+def drafting_engines_run_few_requests(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """SGLang runs few requests at a time with speculative decoding, unless given a limit."""
-    for spec in serving_policy(subject):
-        requests, wanted = max_running_requests(spec), _requests_wanted(subject, spec)
-        is_given = spec.arguments.get("max_running_requests") is not None
-        if is_given or requests is None or wanted <= requests or requests < spec.dp_size or spec.worker_type == "prefill":
-            continue
-        share = f", {requests // spec.dp_size} for each of {spec.dp_size} attention replicas" if spec.dp_size > 1 else ""
-        yield Violation(
-            f"with {shown(spec, 'speculative_algorithm')} and without --sglang-max-running-requests an engine{where(spec)} runs {requests} "
-            f"requests at a time{share}; its share of a rollout is {wanted}",
-            ((set_argument(subject, spec, "max_running_requests", wanted),),),
-        )
+    requests, wanted = max_running_requests(spec), _requests_wanted(subject, spec)
+    is_given = spec.arguments.get("max_running_requests") is not None
+    if is_given or requests is None or wanted <= requests or requests < spec.dp_size or spec.worker_type == "prefill":
+        return
+    share = f", {requests // spec.dp_size} for each of {spec.dp_size} attention replicas" if spec.dp_size > 1 else ""
+    yield Violation(
+        f"with {shown(spec, 'speculative_algorithm')} and without --sglang-max-running-requests an engine{where(spec)} runs {requests} "
+        f"requests at a time{share}; its share of a rollout is {wanted}",
+        ((set_argument(subject, spec, "max_running_requests", wanted),),),
+    )
 
 
 def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
@@ -117,28 +113,29 @@ def _in_flight(subject: Subject) -> float:
     return float("inf") if limit is None or not replicas else limit / replicas
 
 
-@rule("PLAN-GRAPH-BATCH", "--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-bs-decode", severity=Severity.WARNING)
-def batches_have_graphs(subject: Subject) -> Iterator[Violation]:
+@group_rule(
+    "PLAN-GRAPH-BATCH", "--sglang-cuda-graph-max-bs-decode", "--sglang-cuda-graph-bs-decode", severity=Severity.WARNING, groups=running
+)
+def batches_have_graphs(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """Batches above the largest CUDA graph run without a graph, which is much slower."""
-    for spec in running(subject):
-        given, requests = spec.arguments.get("cuda_graph_bs_decode"), spec.arguments.get("max_running_requests")
-        largest = max(map(int, given)) if given else spec.arguments.get("cuda_graph_max_bs_decode")
-        if largest is None or requests is None or spec.worker_type == "prefill":
-            continue
-        share = -(-requests // spec.dp_size)
-        if share <= largest or _in_flight(subject) <= largest:
-            continue
-        name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
-        per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
-        yield Violation(
-            f"CUDA graphs end at {largest} ({shown(spec, name)}), but up to {share} requests run "
-            f"({shown(spec, 'max_running_requests')}{per_replica}){where(spec)}: larger batches decode without one, about 3 x slower",
-            (
-                (set_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),
-                (set_argument(subject, spec, name, [*given, share] if given else share),),
-            ),
-            flags=(option(name), "--sglang-max-running-requests"),
-        )
+    given, requests = spec.arguments.get("cuda_graph_bs_decode"), spec.arguments.get("max_running_requests")
+    largest = max(map(int, given)) if given else spec.arguments.get("cuda_graph_max_bs_decode")
+    if largest is None or requests is None or spec.worker_type == "prefill":
+        return
+    share = -(-requests // spec.dp_size)
+    if share <= largest or _in_flight(subject) <= largest:
+        return
+    name = "cuda_graph_bs_decode" if given else "cuda_graph_max_bs_decode"
+    per_replica = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
+    yield Violation(
+        f"CUDA graphs end at {largest} ({shown(spec, name)}), but up to {share} requests run "
+        f"({shown(spec, 'max_running_requests')}{per_replica}){where(spec)}: larger batches decode without one, about 3 x slower",
+        (
+            (set_argument(subject, spec, "max_running_requests", largest * spec.dp_size),),
+            (set_argument(subject, spec, name, [*given, share] if given else share),),
+        ),
+        flags=(option(name), "--sglang-max-running-requests"),
+    )
 
 
 @rule("PLAN-CHECKPOINT-GPU", "--hf-checkpoint", severity=Severity.WARNING)

@@ -1,10 +1,10 @@
 """Engine groups for the rules: lookup, display and change of their arguments."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fuligo.config import Config
-from fuligo.config.findings import Change
+from fuligo.config.findings import Change, Rule, Severity, Violation
 from fuligo.config.flags import option_name
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.planner.rules.rule import Fix
@@ -32,6 +32,25 @@ def running(subject: Subject) -> list[EngineGroupSpec]:
 def serving_policy(subject: Subject) -> list[EngineGroupSpec]:
     """Return the groups whose engines serve the trained model."""
     return [spec for spec in running(subject) if spec.update_weights or spec.model_path == subject.config.model.hf_checkpoint]
+
+
+def group_rule(
+    rule_id: str,
+    *options: str,
+    severity: Severity = Severity.ERROR,
+    groups: Callable[[Subject], Iterable[EngineGroupSpec]] = serving_policy,
+) -> Callable[[Callable[[Subject, EngineGroupSpec], Iterator[Violation[Fix]]]], Rule[Subject, Fix]]:
+    """Return a decorator that turns a check of one group into a rule on all `groups`."""
+
+    def decorate(check: Callable[[Subject, EngineGroupSpec], Iterator[Violation[Fix]]]) -> Rule[Subject, Fix]:
+        def check_all(subject: Subject) -> Iterator[Violation[Fix]]:
+            for spec in groups(subject):
+                yield from check(subject, spec)
+
+        check_all.__doc__ = check.__doc__
+        return Rule(rule_id, severity, options, check_all)
+
+    return decorate
 
 
 def where(spec: EngineGroupSpec) -> str:

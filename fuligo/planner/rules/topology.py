@@ -11,7 +11,7 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.parallel import trainer_gpus
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
-from fuligo.planner.rules.servers import all_groups, engine_size, option, resizes, running, set_argument, shown, where
+from fuligo.planner.rules.servers import all_groups, engine_size, group_rule, option, resizes, running, set_argument, shown, where
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count
 
@@ -51,63 +51,59 @@ def _resized_groups(groups: tuple[EngineGroupSpec, ...], missing: int) -> Iterat
             yield (Change(("engine", "sglang_config", spec.place[0], "server_groups", spec.place[1], "num_gpus"), size),)
 
 
-@rule("PLAN-ENGINE-GPUS", "--rollout-num-gpus-per-engine", "--rollout-num-gpus", "--sglang-config")
-def engines_are_whole(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-ENGINE-GPUS", "--rollout-num-gpus-per-engine", "--rollout-num-gpus", "--sglang-config", groups=all_groups)
+def engines_are_whole(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """The GPUs of a group must form whole engines."""
     config = subject.config
-    for spec in all_groups(subject):
-        if spec.worker_type == "placeholder" or (spec.num_gpus and spec.num_gpus % spec.num_gpus_per_engine == 0):
-            continue
-        there = f"num_gpus {spec.num_gpus}{where(spec)} of --sglang-config" if spec.place else _num_gpus_given(subject)
-        sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus) if spec.num_gpus else [])
-        fixes = list(resizes(subject, spec, sizes))
-        if spec.place is None and config.cluster.rollout_num_gpus is not None and spec.num_gpus > spec.num_gpus_per_engine:
-            fixes.append((set_flag("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
-        relation = "exceeds" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
-        yield Violation(f"{engine_size(subject, spec)} {relation} {there}", tuple(fixes), "choose a size that divides the GPUs")
+    if spec.worker_type == "placeholder" or (spec.num_gpus and spec.num_gpus % spec.num_gpus_per_engine == 0):
+        return
+    there = f"num_gpus {spec.num_gpus}{where(spec)} of --sglang-config" if spec.place else _num_gpus_given(subject)
+    sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus) if spec.num_gpus else [])
+    fixes = list(resizes(subject, spec, sizes))
+    if spec.place is None and config.cluster.rollout_num_gpus is not None and spec.num_gpus > spec.num_gpus_per_engine:
+        fixes.append((set_flag("rollout_num_gpus", spec.num_gpus // spec.num_gpus_per_engine * spec.num_gpus_per_engine),))
+    relation = "exceeds" if spec.num_gpus_per_engine > spec.num_gpus else "does not divide"
+    yield Violation(f"{engine_size(subject, spec)} {relation} {there}", tuple(fixes), "choose a size that divides the GPUs")
 
 
-@rule("PLAN-ENGINE-NODES", "--rollout-num-gpus-per-engine", "--num-gpus-per-node")
-def engines_fill_nodes(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-ENGINE-NODES", "--rollout-num-gpus-per-engine", "--num-gpus-per-node", groups=running)
+def engines_fill_nodes(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """An engine's number of GPUs must divide the GPUs of a node or be a multiple of them."""
     config, node = subject.config, subject.config.cluster.num_gpus_per_node
     if config.cluster.device == "cpu":
         return
-    for spec in running(subject):
-        size = spec.num_gpus_per_engine
-        if node % size == 0 or size % node == 0 or spec.num_gpus % size:
-            continue
-        fitting = [other for other in divisors(spec.num_gpus) if node % other == 0 or other % node == 0]
+    size = spec.num_gpus_per_engine
+    if node % size == 0 or size % node == 0 or spec.num_gpus % size:
+        return
+    fitting = [other for other in divisors(spec.num_gpus) if node % other == 0 or other % node == 0]
+    yield Violation(
+        f"{engine_size(subject, spec)} neither divides nor is a multiple of the {node} GPUs of a node (--num-gpus-per-node): "
+        "engines would straddle nodes",
+        tuple(resizes(subject, spec, nearest_first(size, fitting))),
+    )
+
+
+@group_rule("PLAN-ENGINE-PP", "--sglang-pp-size", "--rollout-num-gpus-per-engine", groups=running)
+def pipeline_divides_engine(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
+    """An engine's GPUs are its tensor-parallel GPUs times its pipeline stages."""
+    if spec.num_gpus_per_engine % spec.pp_size:
+        sizes = nearest_first(spec.pp_size, divisors(spec.num_gpus_per_engine))
         yield Violation(
-            f"{engine_size(subject, spec)} neither divides nor is a multiple of the {node} GPUs of a node (--num-gpus-per-node): "
-            "engines would straddle nodes",
-            tuple(resizes(subject, spec, nearest_first(size, fitting))),
+            f"{shown(spec, 'pp_size')}{where(spec)} does not divide {engine_size(subject, spec)}",
+            tuple((set_argument(subject, spec, "pp_size", size),) for size in sizes),
         )
 
 
-@rule("PLAN-ENGINE-PP", "--sglang-pp-size", "--rollout-num-gpus-per-engine")
-def pipeline_divides_engine(subject: Subject) -> Iterator[Violation]:
-    """An engine's GPUs are its tensor-parallel GPUs times its pipeline stages."""
-    for spec in running(subject):
-        if spec.num_gpus_per_engine % spec.pp_size:
-            sizes = nearest_first(spec.pp_size, divisors(spec.num_gpus_per_engine))
-            yield Violation(
-                f"{shown(spec, 'pp_size')}{where(spec)} does not divide {engine_size(subject, spec)}",
-                tuple((set_argument(subject, spec, "pp_size", size),) for size in sizes),
-            )
-
-
-@rule("PLAN-ENGINE-PP-LAYERS", "--sglang-pp-size")
-def pipeline_has_layers(subject: Subject) -> Iterator[Violation]:
+@group_rule("PLAN-ENGINE-PP-LAYERS", "--sglang-pp-size", groups=running)
+def pipeline_has_layers(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """Every pipeline stage of an engine needs at least one layer."""
     num_layers = subject.rollout_architecture.num_layers
-    for spec in running(subject):
-        if spec.pp_size > num_layers and spec.num_gpus_per_engine % spec.pp_size == 0:
-            sizes = [size for size in divisors(spec.num_gpus_per_engine) if size <= num_layers]
-            yield Violation(
-                f"{shown(spec, 'pp_size')}{where(spec)} exceeds the model's {num_layers} layers",
-                tuple((set_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)),
-            )
+    if spec.pp_size > num_layers and spec.num_gpus_per_engine % spec.pp_size == 0:
+        sizes = [size for size in divisors(spec.num_gpus_per_engine) if size <= num_layers]
+        yield Violation(
+            f"{shown(spec, 'pp_size')}{where(spec)} exceeds the model's {num_layers} layers",
+            tuple((set_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)),
+        )
 
 
 @rule("PLAN-PD-PAIR", "--sglang-config")

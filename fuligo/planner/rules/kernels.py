@@ -5,12 +5,12 @@ Source: SGLang 0.5.15.post1, `arg_groups/overrides.py`, `layers/attention/attent
 
 from collections.abc import Iterator
 
-from fuligo.config.findings import Severity
+from fuligo.config.findings import Rule, Severity, simple_rule
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import GroupedAttention, LatentAttention
 from fuligo.models.from_flags import TORCH_INSTEAD
 from fuligo.models.registry import family_of
-from fuligo.planner.rules.rule import Violation, rule
+from fuligo.planner.rules.rule import Fix, Violation
 from fuligo.planner.rules.servers import group_rule, option, set_argument, shown, where
 from fuligo.planner.subject import Subject
 
@@ -55,50 +55,6 @@ def kernels_suit_the_attention(subject: Subject, spec: EngineGroupSpec) -> Itera
         else:
             continue
         yield Violation(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((set_argument(subject, spec, name, None),),))
-
-
-@rule("PLAN-TORCH-ONLY", "--train-backend")
-def trainer_computes_the_layers(subject: Subject) -> Iterator[Violation]:
-    """Gated DeltaNet, attention sinks with clamped experts, and norms over all heads (MiniMax-M2) train on the torch trainer only."""
-    reason = family_of(subject.architecture).why_not_megatron
-    if subject.is_megatron and reason is not None:
-        yield Violation(
-            f"--train-backend megatron cannot train a {subject.architecture.model_type} model: {reason}",
-            advice=TORCH_INSTEAD,
-        )
-
-
-@rule("PLAN-MEGATRON-ONLY", "--train-backend")
-def transformers_computes_the_layers(subject: Subject) -> Iterator[Violation]:
-    """The torch trainer supports neither sparse attention (DeepSeek-V3.2, GLM-5) nor MiMo."""
-    reason = family_of(subject.architecture).why_not_transformers
-    if reason is not None and subject.config.trains and not subject.is_megatron:
-        yield Violation(
-            f"--train-backend torch cannot train a {subject.architecture.model_type} model: {reason}", advice="use --train-backend megatron"
-        )
-
-
-@rule("PLAN-EMBEDDED-MODEL", "--rollout-backend")
-def transformers_computes_the_engines_layers(subject: Subject) -> Iterator[Violation]:
-    """The embedded engine supports neither sparse attention (DeepSeek-V3.2, GLM-5) nor MiMo."""
-    config, architecture = subject.config, subject.rollout_architecture
-    reason = family_of(architecture).why_not_transformers
-    if reason is not None and config.needs_engine and not config.engine_capabilities.has_own_models:
-        yield Violation(
-            f"--rollout-backend embedded cannot serve a {architecture.model_type} model: {reason}", advice="use --rollout-backend sglang"
-        )
-
-
-@rule("PLAN-SGLANG-MODEL", "--rollout-backend")
-def engines_have_the_model(subject: Subject) -> Iterator[Violation]:
-    """SGLang serves the language models of Qwen3.5 and Gemma 4 only together with their vision towers, as they are published."""
-    config, architecture = subject.config, subject.rollout_architecture
-    reason = family_of(architecture).why_not_sglang if architecture.vision_tower is None else None
-    if reason is not None and config.needs_engine and config.engine_capabilities.has_own_models:
-        yield Violation(
-            f"--rollout-backend sglang cannot serve a {architecture.model_type} model: {reason}",
-            advice="use --rollout-backend embedded, or the published checkpoint",
-        )
 
 
 @group_rule("PLAN-ATTENTION-GPU", *(option(name) for name in _BACKENDS), severity=Severity.WARNING)
@@ -149,3 +105,36 @@ def kernels_are_deterministic(subject: Subject, spec: EngineGroupSpec) -> Iterat
             f"not with {shown(spec, 'attention_backend')}",
             ((set_argument(subject, spec, "attention_backend", None),), (set_argument(subject, spec, "attention_backend", "triton"),)),
         )
+
+
+# fmt: off
+TABLE: tuple[Rule[Subject, Fix], ...] = (
+    simple_rule("PLAN-TORCH-ONLY", "--train-backend",
+        "Gated DeltaNet, attention sinks with clamped experts, and norms over all heads (MiniMax-M2) train on the torch trainer only.",
+        lambda subject: subject.is_megatron and family_of(subject.architecture).why_not_megatron is not None,
+        lambda subject: f"--train-backend megatron cannot train a {subject.architecture.model_type} model: "
+        f"{family_of(subject.architecture).why_not_megatron}",
+        advice=TORCH_INSTEAD),
+    simple_rule("PLAN-MEGATRON-ONLY", "--train-backend",
+        "The torch trainer supports neither sparse attention (DeepSeek-V3.2, GLM-5) nor MiMo.",
+        lambda subject: subject.config.trains and not subject.is_megatron
+        and family_of(subject.architecture).why_not_transformers is not None,
+        lambda subject: f"--train-backend torch cannot train a {subject.architecture.model_type} model: "
+        f"{family_of(subject.architecture).why_not_transformers}",
+        advice="use --train-backend megatron"),
+    simple_rule("PLAN-EMBEDDED-MODEL", "--rollout-backend",
+        "The embedded engine supports neither sparse attention (DeepSeek-V3.2, GLM-5) nor MiMo.",
+        lambda subject: subject.config.needs_engine and not subject.config.engine_capabilities.has_own_models
+        and family_of(subject.rollout_architecture).why_not_transformers is not None,
+        lambda subject: f"--rollout-backend embedded cannot serve a {subject.rollout_architecture.model_type} model: "
+        f"{family_of(subject.rollout_architecture).why_not_transformers}",
+        advice="use --rollout-backend sglang"),
+    simple_rule("PLAN-SGLANG-MODEL", "--rollout-backend",
+        "SGLang serves the language models of Qwen3.5 and Gemma 4 only together with their vision towers, as they are published.",
+        lambda subject: subject.config.needs_engine and subject.config.engine_capabilities.has_own_models
+        and subject.rollout_architecture.vision_tower is None and family_of(subject.rollout_architecture).why_not_sglang is not None,
+        lambda subject: f"--rollout-backend sglang cannot serve a {subject.rollout_architecture.model_type} model: "
+        f"{family_of(subject.rollout_architecture).why_not_sglang}",
+        advice="use --rollout-backend embedded, or the published checkpoint"),
+)
+# fmt: on

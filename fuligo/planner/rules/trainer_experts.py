@@ -6,11 +6,11 @@ Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `MoELayer`, `t
 from collections.abc import Iterator
 
 from fuligo.config import Config
-from fuligo.config.findings import Change, Severity
+from fuligo.config.findings import Change, Rule, Severity, simple_rule
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.planner.rules.parallel import expert_tensor_parallel_size
-from fuligo.planner.rules.rule import Violation, divisors, nearest_first, rule
+from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count
 
@@ -72,41 +72,6 @@ def expert_width_divides(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-DEEPEP-FLEX", "--moe-enable-deepep", "--moe-token-dispatcher-type")
-def deepep_goes_with_flex(subject: Subject) -> Iterator[Violation]:
-    """DeepEP is a backend of Megatron's flex dispatcher."""
-    config = subject.config
-    dispatcher = config.parallel.moe_token_dispatcher_type
-    if _has_experts(subject) and config.parallel.moe_enable_deepep and dispatcher != "flex":
-        yield Violation(
-            f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, but it is {dispatcher}",
-            ((set_flag("moe_token_dispatcher_type", "flex"),), (unset_flag("moe_enable_deepep"),)),
-        )
-
-
-@rule("PLAN-DEEPEP-BACKEND", "--moe-enable-deepep", "--moe-flex-dispatcher-backend")
-def one_flex_backend(subject: Subject) -> Iterator[Violation]:
-    """The flex dispatcher uses one backend at a time."""
-    config = subject.config
-    if _has_experts(subject) and config.parallel.moe_enable_deepep and config.megatron.value("moe_flex_dispatcher_backend") == "hybridep":
-        yield Violation(
-            "--moe-enable-deepep and --moe-flex-dispatcher-backend hybridep select two backends for one dispatcher",
-            ((Change(("megatron", "moe_flex_dispatcher_backend"), None),), (unset_flag("moe_enable_deepep"),)),
-        )
-
-
-@rule("PLAN-FLEX-SIZE", "--moe-token-dispatcher-type", "--expert-model-parallel-size")
-def flex_has_somewhere_to_send(subject: Subject) -> Iterator[Violation]:
-    """The flex dispatcher needs more than one GPU to send tokens to (ETP x EP)."""
-    config = subject.config
-    group = expert_tensor_parallel_size(config) * config.parallel.expert_model_parallel_size
-    if _has_experts(subject) and config.parallel.moe_token_dispatcher_type == "flex" and group == 1:
-        yield Violation(
-            "--moe-token-dispatcher-type flex with --expert-model-parallel-size 1: all experts are on one GPU",
-            ((set_flag("moe_token_dispatcher_type", "alltoall"), unset_flag("moe_enable_deepep")),),
-        )
-
-
 @rule("PLAN-DISPATCHER", "--moe-token-dispatcher-type", "--expert-model-parallel-size", severity=Severity.WARNING)
 def dispatcher_scales(subject: Subject) -> Iterator[Violation]:
     """The allgather dispatcher sends every token to every expert rank and rejects micro-batches of varying length in a pipeline."""
@@ -121,18 +86,6 @@ def dispatcher_scales(subject: Subject) -> Iterator[Violation]:
         f"but a token uses only {count(experts.num_experts_per_token, 'expert')}{lengths}",
         ((set_flag("moe_token_dispatcher_type", "alltoall"),),),
     )
-
-
-@rule("PLAN-SHARED-OVERLAP", "--moe-shared-expert-overlap", "--moe-token-dispatcher-type")
-def shared_experts_overlap_alltoall(subject: Subject) -> Iterator[Violation]:
-    """Only the alltoall dispatcher overlaps with the shared experts."""
-    config = subject.config
-    dispatcher = config.parallel.moe_token_dispatcher_type
-    if _has_experts(subject) and config.megatron.get("moe_shared_expert_overlap") and dispatcher != "alltoall":
-        yield Violation(
-            f"--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall, but it is {dispatcher}",
-            ((Change(("megatron", "moe_shared_expert_overlap"), None),), (set_flag("moe_token_dispatcher_type", "alltoall"),)),
-        )
 
 
 @rule("PLAN-EP-OVERLAP", "--overlap-moe-expert-parallel-comm")
@@ -156,3 +109,35 @@ def expert_communication_can_overlap(subject: Subject) -> Iterator[Violation]:
     if reasons:
         text = f"--overlap-moe-expert-parallel-comm {' and '.join(reasons)}"
         yield Violation(text, ((Change(("megatron", "overlap_moe_expert_parallel_comm"), None),),))
+
+
+def _dispatcher(subject: Subject) -> str:
+    return subject.config.parallel.moe_token_dispatcher_type
+
+
+# fmt: off
+TABLE: tuple[Rule[Subject, Fix], ...] = (
+    simple_rule("PLAN-DEEPEP-FLEX", "--moe-enable-deepep --moe-token-dispatcher-type", "DeepEP is a backend of Megatron's flex dispatcher.",
+        lambda subject: _has_experts(subject) and subject.config.parallel.moe_enable_deepep and _dispatcher(subject) != "flex",
+        lambda subject: f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, but it is {_dispatcher(subject)}",
+        (set_flag("moe_token_dispatcher_type", "flex"),), (unset_flag("moe_enable_deepep"),)),
+    simple_rule("PLAN-DEEPEP-BACKEND", "--moe-enable-deepep --moe-flex-dispatcher-backend",
+        "The flex dispatcher uses one backend at a time.",
+        lambda subject: _has_experts(subject) and subject.config.parallel.moe_enable_deepep
+        and subject.config.megatron.value("moe_flex_dispatcher_backend") == "hybridep",
+        "--moe-enable-deepep and --moe-flex-dispatcher-backend hybridep select two backends for one dispatcher",
+        (Change(("megatron", "moe_flex_dispatcher_backend"), None),), (unset_flag("moe_enable_deepep"),)),
+    simple_rule("PLAN-FLEX-SIZE", "--moe-token-dispatcher-type --expert-model-parallel-size",
+        "The flex dispatcher needs more than one GPU to send tokens to (ETP x EP).",
+        lambda subject: _has_experts(subject) and _dispatcher(subject) == "flex"
+        and subject.config.parallel.expert_model_parallel_size == expert_tensor_parallel_size(subject.config) == 1,
+        "--moe-token-dispatcher-type flex with --expert-model-parallel-size 1: all experts are on one GPU",
+        (set_flag("moe_token_dispatcher_type", "alltoall"), unset_flag("moe_enable_deepep"))),
+    simple_rule("PLAN-SHARED-OVERLAP", "--moe-shared-expert-overlap --moe-token-dispatcher-type",
+        "Only the alltoall dispatcher overlaps with the shared experts.",
+        lambda subject: _has_experts(subject) and subject.config.megatron.get("moe_shared_expert_overlap")
+        and _dispatcher(subject) != "alltoall",
+        lambda subject: f"--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall, but it is {_dispatcher(subject)}",
+        (Change(("megatron", "moe_shared_expert_overlap"), None),), (set_flag("moe_token_dispatcher_type", "alltoall"),)),
+)
+# fmt: on

@@ -5,9 +5,10 @@ Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `OptimizerConf
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from fuligo.config.changes import apply_changes
-from fuligo.config.findings import Change, Severity
+from fuligo.config.findings import Change, Rule, Severity, simple_rule
 from fuligo.config.flag import option_name
 from fuligo.config.flags import MTP_FLAGS
 from fuligo.config.rules.rule import set_flag, unset_flag, unset_given
@@ -16,7 +17,7 @@ from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Architecture, LatentAttention
 from fuligo.models.registry import family_of
 from fuligo.planner.layout import stages
-from fuligo.planner.rules.rule import Violation, rule
+from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count
 
@@ -85,25 +86,6 @@ def recomputed_modules_exist(subject: Subject) -> Iterator[Violation]:
         yield Violation(f"--recompute-modules {' '.join(given)}: {'; '.join(wrong.values())}", (fix,))
 
 
-@rule("PLAN-CPU-ADAM-PRECISION", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
-def cpu_adam_is_precision_aware(subject: Subject) -> Iterator[Violation]:
-    """Megatron's CPU optimizer requires the precision-aware optimizer."""
-    config = subject.config
-    if subject.is_megatron and config.optimizer.optimizer_cpu_offload and not config.optimizer.use_precision_aware_optimizer:
-        yield Violation(
-            "--optimizer-cpu-offload needs --use-precision-aware-optimizer", ((set_flag("use_precision_aware_optimizer", True),),)
-        )
-
-
-@rule("PLAN-PRECISION-DISTRIBUTED", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
-def precision_aware_is_distributed(subject: Subject) -> Iterator[Violation]:
-    """The precision-aware optimizer requires the distributed optimizer."""
-    config = subject.config
-    if subject.is_megatron and config.optimizer.use_precision_aware_optimizer and not config.optimizer.use_distributed_optimizer:
-        text = "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is disabled"
-        yield Violation(text, ((unset_flag("use_distributed_optimizer"),),))
-
-
 @rule("PLAN-STATE-DTYPES", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
 def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
     """Only the precision-aware optimizer supports a state in dtypes other than fp32."""
@@ -158,22 +140,6 @@ def gathering_overlaps_reducing(subject: Subject) -> Iterator[Violation]:
         yield Violation("--overlap-param-gather needs --overlap-grad-reduce", ((Change(("megatron", "overlap_grad_reduce"), True),),))
 
 
-@rule("PLAN-TP-OVERLAP", "--tp-comm-overlap", "--sequence-parallel")
-def tensor_communication_overlaps_sequences(subject: Subject) -> Iterator[Violation]:
-    """Tensor-parallel communication overlaps with matrix products only with sequence parallelism."""
-    config = subject.config
-    if subject.is_megatron and config.megatron.get("tp_comm_overlap") and not config.parallel.sequence_parallel:
-        yield Violation("--tp-comm-overlap needs --sequence-parallel", (_off("tp_comm_overlap"), (set_flag("sequence_parallel", True),)))
-
-
-@rule("PLAN-FP16", "--fp16")
-def trainer_computes_in_bf16(subject: Subject) -> Iterator[Violation]:
-    """The trainer computes in bf16 without loss scaling."""
-    config = subject.config
-    if subject.is_megatron and config.megatron.get("fp16"):
-        yield Violation("--fp16 is not supported: the trainer computes in bf16, without loss scaling", (_off("fp16"),))
-
-
 @rule("PLAN-FP8-GPU", "--fp8-format", "--fp8-recipe")
 def gpu_multiplies_in_fp8(subject: Subject) -> Iterator[Violation]:
     """Training in FP8 needs a GPU with FP8 units; blocks need one of the Hopper generation or a later one."""
@@ -211,18 +177,6 @@ def _widths(architecture: Architecture, shape: Layout) -> Iterator[tuple[str, in
         yield "intermediate size of an expert", architecture.experts.intermediate_size, shape.etp
 
 
-@rule("PLAN-EXPERT-BIAS", "--moe-router-enable-expert-bias", "--moe-router-score-function")
-def expert_bias_is_of_sigmoids(subject: Subject) -> Iterator[Violation]:
-    """Balancing experts by a bias is defined for sigmoid scores."""
-    config = subject.config
-    function = config.megatron.value("moe_router_score_function")
-    if subject.is_megatron and config.megatron.get("moe_router_enable_expert_bias") and function != "sigmoid":
-        yield Violation(
-            f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, but it is {function}",
-            ((Change(("megatron", "moe_router_score_function"), "sigmoid"),), _off("moe_router_enable_expert_bias")),
-        )
-
-
 @rule("PLAN-DSA-CP", "--context-parallel-size", "--allgather-cp")
 def sparse_attention_gathers_its_context(subject: Subject) -> Iterator[Violation]:
     """Sparse attention chooses among all tokens of a sequence, so context parallelism must gather them."""
@@ -253,3 +207,37 @@ def trainer_has_the_mtp_layer(subject: Subject) -> Iterator[Violation]:
             f"--mtp-num-layers {wanted}: the torch trainer has no MTP layer for {model.model_type} models",
             ((unset_flag("train_backend"),), unset_given(config, MTP_FLAGS)),
         )
+
+
+def _argument(subject: Subject, name: str) -> Any:
+    """Return the value of an argument of Megatron; None with the torch trainer."""
+    return subject.config.megatron.value(name) if subject.is_megatron else None
+
+
+# fmt: off
+TABLE: tuple[Rule[Subject, Fix], ...] = (
+    simple_rule("PLAN-CPU-ADAM-PRECISION", "--optimizer-cpu-offload --use-precision-aware-optimizer",
+        "Megatron's CPU optimizer requires the precision-aware optimizer.",
+        lambda subject: subject.is_megatron and subject.config.optimizer.optimizer_cpu_offload
+        and not subject.config.optimizer.use_precision_aware_optimizer,
+        "--optimizer-cpu-offload needs --use-precision-aware-optimizer", (set_flag("use_precision_aware_optimizer", True),)),
+    simple_rule("PLAN-PRECISION-DISTRIBUTED", "--use-precision-aware-optimizer --use-distributed-optimizer",
+        "The precision-aware optimizer requires the distributed optimizer.",
+        lambda subject: subject.is_megatron and subject.config.optimizer.use_precision_aware_optimizer
+        and not subject.config.optimizer.use_distributed_optimizer,
+        "--use-precision-aware-optimizer needs --use-distributed-optimizer, which is disabled", (unset_flag("use_distributed_optimizer"),)),
+    simple_rule("PLAN-TP-OVERLAP", "--tp-comm-overlap --sequence-parallel",
+        "Tensor-parallel communication overlaps with matrix products only with sequence parallelism.",
+        lambda subject: _argument(subject, "tp_comm_overlap") and not subject.config.parallel.sequence_parallel,
+        "--tp-comm-overlap needs --sequence-parallel", _off("tp_comm_overlap"), (set_flag("sequence_parallel", True),)),
+    simple_rule("PLAN-FP16", "--fp16", "The trainer computes in bf16 without loss scaling.", lambda subject: _argument(subject, "fp16"),
+        "--fp16 is not supported: the trainer computes in bf16, without loss scaling", _off("fp16")),
+    simple_rule("PLAN-EXPERT-BIAS", "--moe-router-enable-expert-bias --moe-router-score-function",
+        "Balancing experts by a bias is defined for sigmoid scores.",
+        lambda subject: _argument(subject, "moe_router_enable_expert_bias")
+        and _argument(subject, "moe_router_score_function") != "sigmoid",
+        lambda subject: "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, but it is "
+        f"{_argument(subject, 'moe_router_score_function')}",
+        (Change(("megatron", "moe_router_score_function"), "sigmoid"),), _off("moe_router_enable_expert_bias")),
+)
+# fmt: on

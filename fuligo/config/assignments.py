@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from fuligo.config import Config
 from fuligo.config.flag import Flag, Kind
@@ -82,16 +81,14 @@ def _sets(assignment: Assignment) -> bool:
 def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()) -> Config:
     """Build the Config with these values and the defaults of all other flags; the last assignment of a flag wins (but see `ADDED`).
 
-    Args:
-        problems: errors found while reading the assignments.
-
-    Raises:
-        ConfigError: the problems, and values of the wrong type or out of range; names all of them.
+    Raises a ConfigError with the `problems` of reading the assignments, and all values of the wrong type or out of range.
     """
     last: dict[tuple[str, str], Assignment] = {}
     for assignment in assignments:
-        key = (assignment.flag.group, assignment.flag.name)
-        last[key] = _added(last[key], assignment) if key in last and assignment.flag.name in ADDED else assignment
+        key, before = (assignment.flag.group, assignment.flag.name), last.get((assignment.flag.group, assignment.flag.name))
+        last[key] = assignment
+        if before and assignment.flag.name in ADDED and isinstance(before.value, dict) and isinstance(assignment.value, dict):
+            last[key] = replace(assignment, value={**before.value, **assignment.value})
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for (group, name), assignment in last.items():
         if assignment.value is not UNSET:
@@ -103,7 +100,11 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        invalid = {_problem(details, last[str(details["loc"][0]), str(details["loc"][1])]) for details in error.errors()}
+        invalid: set[str] = set()
+        for details in error.errors():
+            wrong = last[str(details["loc"][0]), str(details["loc"][1])]
+            is_argument = details["type"] == "argument"
+            invalid.add(f"{wrong.origin}: {details['msg']}" if is_argument else invalid_value(wrong.flag, details["input"], wrong.origin))
         raise ConfigError(*found, *sorted(invalid)) from None
     if found:
         raise ConfigError(*found)
@@ -113,11 +114,6 @@ def build_config(assignments: Iterable[Assignment], problems: Iterable[str] = ()
 def unset_value(flag: Flag) -> Any:
     """Return the value of a flag for `none` on the command line or None from Python: null if the flag allows it, else `UNSET`."""
     return None if flag.optional or flag.group in BACKENDS else UNSET
-
-
-def _added(before: Assignment, after: Assignment) -> Assignment:
-    both = isinstance(before.value, dict) and isinstance(after.value, dict)
-    return replace(after, value={**before.value, **after.value}) if both else after
 
 
 def invalid_value(flag: Flag, value: Any, origin: str) -> str:
@@ -132,9 +128,7 @@ def anchored(flag: Flag, value: Any, base: Path) -> Any:
     """
     if not flag.is_path:
         return value
-    if isinstance(value, list):
-        return [anchored_path(entry, base) for entry in value]
-    return anchored_path(value, base)
+    return [anchored_path(entry, base) for entry in value] if isinstance(value, list) else anchored_path(value, base)
 
 
 def anchored_path(value: Any, base: Path) -> Any:
@@ -143,9 +137,3 @@ def anchored_path(value: Any, base: Path) -> Any:
         return value
     joined = os.path.normpath(base / value)
     return os.path.abspath(joined) if joined.startswith("..") else joined  # noqa: PTH100 - resolves no links
-
-
-def _problem(details: ErrorDetails, assignment: Assignment) -> str:
-    if details["type"] == "argument":
-        return f"{assignment.origin}: {details['msg']}"
-    return invalid_value(assignment.flag, details["input"], assignment.origin)

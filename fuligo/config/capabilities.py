@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class SavedBytes:
     """Bytes per parameter in a checkpoint."""
 
@@ -17,32 +17,32 @@ class SavedBytes:
     """Reference model that is updated (--ref-update-interval)."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class TrainerCapabilities:
     """Properties of a trainer."""
 
-    loads_distributed: bool
+    loads_distributed: bool = False
     """True if checkpoints are distributed, a format that the trainer also loads; otherwise it saves and loads Hugging Face directories
     only."""
-    keeps_published_names: bool
+    keeps_published_names: bool = False
     """True if weights are sent to engines under the names of the checkpoint; otherwise under the names of transformers' model."""
-    sends_adapters: bool
+    sends_adapters: bool = False
     """True if adapters are sent separately to engines that know them by name; otherwise they are merged into the weights."""
-    swaps_models: bool
+    swaps_models: bool = False
     """True if policy, reference and teacher take turns in one model, so they must have the same architecture."""
-    quantises_base: bool
+    quantises_base: bool = False
     """True if frozen base weights of an adapter may be held in 8 or 4 bits (--lora-base-precision)."""
-    splits_model: bool
+    splits_model: bool = False
     """True if flags of the group `parallel` split the model over ranks; otherwise each rank computes all layers of its rows."""
-    pads_rows: bool
+    pads_rows: bool = False
     """True if rows are padded to a multiple of --data-pad-size-multiplier tokens."""
-    shares_prefixes: bool
+    shares_prefixes: bool = False
     """True if `--share-prefixes auto` means on: sharing was never slower where it was measured (docs/trainer.md)."""
-    needs_gpus: bool
+    needs_gpus: bool = False
     """True if the trainer is made for GPUs; on a CPU it runs only for tests, with --device cpu."""
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     """Packages that the trainer imports, besides those that fuligo installs."""
-    gpu_packages: tuple[str, ...]
+    gpu_packages: tuple[str, ...] = ()
     """Further packages that it imports on GPUs."""
     memory_flags: tuple[str, ...]
     """Flags that change the GPU memory of the trainer."""
@@ -51,29 +51,18 @@ class TrainerCapabilities:
 
 TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
     "torch": TrainerCapabilities(
-        loads_distributed=False,
-        keeps_published_names=False,
         sends_adapters=True,
-        swaps_models=False,
         quantises_base=True,
-        splits_model=False,
-        pads_rows=False,
         shares_prefixes=True,
-        needs_gpus=False,
-        packages=(),
-        gpu_packages=(),
         memory_flags=("--actor-num-gpus-per-node", "--max-tokens-per-gpu", "--gpu"),
         saved_bytes=SavedBytes(weights=4, adapter=12, reference=4),
     ),
     "megatron": TrainerCapabilities(
         loads_distributed=True,
         keeps_published_names=True,
-        sends_adapters=False,
         swaps_models=True,
-        quantises_base=False,
         splits_model=True,
         pads_rows=True,
-        shares_prefixes=False,
         needs_gpus=True,
         packages=("megatron-core",),
         gpu_packages=("transformer-engine",),
@@ -84,37 +73,37 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
 }
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class EngineCapabilities:
     """Properties of a backend's engines."""
 
-    beside_trainer: bool
+    beside_trainer: bool = False
     """True for one engine in a process on the driver's node, on the trainer's first GPU; otherwise servers in groups, each with its own
     GPUs."""
-    releases_memory: bool
+    releases_memory: bool = False
     """True if engines with --colocate free their GPU memory while the trainer works; otherwise they are small enough to stay."""
-    reports_checksum: bool
+    reports_checksum: bool = False
     """True if engines hold tensors with the names and types in which they are sent, and report a checksum of them."""
-    serves_quantised: bool
+    serves_quantised: bool = False
     """True if engines on an FP8 checkpoint accept FP8 weights; otherwise they load and accept dequantized weights."""
-    records_routing: bool
+    records_routing: bool = False
     """True if engines report the experts of every token (--use-rollout-routing-replay)."""
-    is_reproducible: bool
+    is_reproducible: bool = False
     """True if tokens depend only on the requests, not on when they arrive, so that rollouts can be repeated exactly."""
-    writes_profiles: bool
+    writes_profiles: bool = False
     """True if engines have their own profiler (--profile)."""
-    applies_adapters: bool
+    applies_adapters: bool = False
     """True if engines accept a LoRA adapter by itself and apply it to each token; otherwise they need weights with the adapter merged
     in."""
-    names_adapters: bool
+    names_adapters: bool = False
     """True if engines know adapters by name: each request names its adapter, and engines load base weights only from --hf-checkpoint."""
-    has_own_models: bool
+    has_own_models: bool = False
     """True if engines have their own model implementations, which do not cover all families; otherwise they run transformers' models."""
-    resizes_images: bool
+    resizes_images: bool = False
     """True if engines would resize images differently than the trainer, so images are resized before they are sent."""
-    takes_changes: bool
+    takes_changes: bool = False
     """True if engines keep weights that a sync omits (--update-weight-mode delta); otherwise each sync must send all weights."""
-    keeps_requests: bool
+    keeps_requests: bool = False
     """True if engines can keep requests and their KV cache over a weight sync (--update-weight-requests continue)."""
     exact_on: Literal["cpu", "cuda"]
     """Device on which the engine computes log-probabilities that equal the torch trainer's bit for bit (--exact-on-policy)."""
@@ -127,29 +116,17 @@ class EngineCapabilities:
 ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
     "embedded": EngineCapabilities(
         beside_trainer=True,
-        releases_memory=False,
         reports_checksum=True,
-        serves_quantised=False,
-        records_routing=False,
         is_reproducible=True,
-        writes_profiles=False,
         applies_adapters=True,
-        names_adapters=False,
-        has_own_models=False,
-        resizes_images=False,
-        takes_changes=False,
-        keeps_requests=False,
         exact_on="cpu",
         weight_transports=("tensor", "disk"),
         memory_flags=("--embedded-max-total-tokens",),
     ),
     "sglang": EngineCapabilities(
-        beside_trainer=False,
         releases_memory=True,
-        reports_checksum=False,
         serves_quantised=True,
         records_routing=True,
-        is_reproducible=False,
         writes_profiles=True,
         applies_adapters=True,
         names_adapters=True,

@@ -16,8 +16,7 @@ from fuligo.errors import ConfigError
 def apply_changes(config: Config, changes: Sequence[Change]) -> Config:
     """Return the config with these values, applied in order; None restores a flag's default and removes a passed-through argument.
 
-    Raises:
-        ConfigError: a value has the wrong type or is out of range, or the config has no such entry; one text each.
+    Raises ConfigError if values have the wrong type or are out of range, or the config has no such entries; one text each.
     """
     values = config.model_dump()
     missing = [
@@ -33,12 +32,9 @@ def apply_changes(config: Config, changes: Sequence[Change]) -> Config:
 
 
 def change_text(change: Change, config: Config | None = None) -> str:
-    """Return a change as text, in the form that a user types if it is a flag.
+    """Return `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`, ...
 
-    Examples: `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`.
-
-    Args:
-        config: the config to change, for the names of its models; without it they are numbered from 1.
+    `config`: the config to change, for the names of its models; without it they are numbered from 1.
     """
     group, name, *inner = change.path
     if name == "sglang_config" and inner:

@@ -86,8 +86,7 @@ class _Problem(Exception):
 def parse(arguments: Sequence[str]) -> Parsed:
     """Parse the arguments of `fuligo train`: defaults, then the `--config` file, then the flags.
 
-    Raises:
-        ConfigError: unknown flags or keys, or values of the wrong type or range; names all of them, each with its fix.
+    Raises a ConfigError that names all unknown flags or keys, and values of the wrong type or range, each with its fix.
     """
     line = read_command_line(arguments)
     file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
@@ -127,17 +126,13 @@ def _occurrences(arguments: Sequence[str], problems: list[str]) -> list[_Occurre
             found.append(_Occurrence(option.replace("_", "-"), [value] if equals else [], attached=bool(equals)))
         elif not found or found[-1].attached:
             shown = found[-1].shown(repr(token)) if found else repr(token)
-            problems.append(f"{shown} follows no flag{_belonging(token)}")
+            name, _, value = token.partition("=")
+            meant = elsewhere(name) or value_elsewhere(name, value) or suggest_options(token)
+            is_file = token.endswith((".yaml", ".yml"))
+            problems.append(f"{shown} follows no flag{f'; did you mean {CONFIG_OPTION} {token}?' if is_file else meant}")
         else:
             found[-1].values.append(token)
     return found
-
-
-def _belonging(token: str) -> str:
-    if token.endswith((".yaml", ".yml")):
-        return f"; did you mean {CONFIG_OPTION} {token}?"
-    name, _, value = token.partition("=")
-    return elsewhere(name) or value_elsewhere(name, value) or suggest_options(token)
 
 
 def _meaning(option: str) -> _Meaning:
@@ -164,11 +159,7 @@ def _meaning(option: str) -> _Meaning:
 
 
 def flag_of_option(option: str) -> Flag:
-    """Return the flag of an option with a value: `--lr`, `--sglang-dp-size`.
-
-    Raises:
-        ConfigError: no such flag, or a switch; the message suggests another.
-    """
+    """Return the flag of an option with a value: `--lr`, `--sglang-dp-size`. Raises ConfigError for a switch or an unknown flag."""
     try:
         meaning = _meaning(option)
     except _Problem as problem:
@@ -208,7 +199,8 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
         if occurrence.values:
             raise _Problem(f"{occurrence.option} takes no value, got {occurrence.shown(repr(' '.join(occurrence.values)))}")
         return meaning.value
-    if occurrence.values == ["none"] and _can_unset(flag):
+    # `none` unsets a flag, except where it is a valid value, such as for the text of a backend.
+    if occurrence.values == ["none"] and "none" not in flag.choices and not (flag.group in BACKENDS and flag.kind is Kind.TEXT):
         return unset_value(flag)
     if flag.kind is Kind.BOOL:
         return _boolean(flag, occurrence)
@@ -232,26 +224,18 @@ def _value(meaning: _Meaning, occurrence: _Occurrence, result: CommandLine) -> A
     return _json(flag, text) if flag.kind.is_json else text
 
 
-def _can_unset(flag: Flag) -> bool:
-    """Return whether `none` unsets the flag; it does not where `none` is a valid value, such as for the text of a backend."""
-    return "none" not in flag.choices and not (flag.group in BACKENDS and flag.kind is Kind.TEXT)
-
-
 def _single(occurrence: _Occurrence, wanted: str) -> str:
     if not occurrence.values:
         raise _Problem(f"{occurrence.option} needs {wanted}")
     if len(occurrence.values) > 1:
-        meant = next((suggest_options(value) for value in occurrence.values if value.startswith("-")), "") or _settings_of_verl(occurrence)
+        meant = next((suggest_options(value) for value in occurrence.values if value.startswith("-")), "")
+        # Values in verl's form of settings have no dashes: `trainer.nnodes=2`.
+        names = [name for name, equals, _ in (value.partition("=") for value in occurrence.values[1:]) if equals and "." in name]
+        meant = meant or "".join(f"; {name}: {elsewhere(name).removeprefix('; ')}" for name in names)
         raise _Problem(
             f"{occurrence.option} takes one value, got {len(occurrence.values)}: {occurrence.shown(' '.join(occurrence.values))}{meant}"
         )
     return occurrence.values[0]
-
-
-def _settings_of_verl(occurrence: _Occurrence) -> str:
-    """Return advice for values in verl's form of settings, without dashes: `trainer.nnodes=2`."""
-    names = [name for name, equals, _ in (value.partition("=") for value in occurrence.values[1:]) if equals and "." in name]
-    return "".join(f"; {name}: {elsewhere(name).removeprefix('; ')}" for name in names)
 
 
 def _boolean(flag: Flag, occurrence: _Occurrence) -> bool:

@@ -83,6 +83,10 @@ class Rule(Generic[S, F]):
         return Finding(self.id, self.severity, violation.text, violation.flags or self.flags, advice=violation.advice)
 
 
+def errors_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR))
+
+
 def rule(rule_id: str, *options: str, severity: Severity = Severity.ERROR) -> Callable[[Callable[[S], Iterator[Violation[F]]]], Rule[S, F]]:
     """Return a decorator that turns a check into a rule; the first line of the check's docstring states the reason."""
     return lambda check: Rule(rule_id, severity, options, check)

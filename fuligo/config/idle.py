@@ -8,12 +8,9 @@ from fuligo.errors import ConfigError
 
 
 def without_idle(config: Config, file: Given, line: Given) -> tuple[Config, list[str]]:
-    """Unset flags of the file that lost their effect to the command line, as `kl_loss_coef` does to `--no-use-kl-loss`.
+    """Unset flags of the file that lost their effect to the command line (`kl_loss_coef` to `--no-use-kl-loss`), with a warning per rule.
 
     Flags that have no effect in the file by itself stay: they are mistakes, which the run reports.
-
-    Returns:
-        The config, and a warning for every rule that unset flags.
     """
     places = file_places(file, line)
     if not places or not line.assignments:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fuligo.config import Config
 from fuligo.config.changes import change_text
-from fuligo.config.findings import Change, Finding, Rule, Severity, rules_of
+from fuligo.config.findings import Change, Finding, Rule, Severity, errors_first, rules_of
 from fuligo.config.rules import (
     advice,
     cluster,
@@ -29,29 +29,15 @@ RULES: tuple[Rule[Config, Change], ...] = rules_of(_MODULES)
 
 
 def validate(config: Config, places: Mapping[str, str] | None = None) -> list[str]:
-    """Check all rules.
+    """Check all rules, raise the errors as one ConfigError, and return the warnings, one line each.
 
-    Args:
-        places: file and line of the flags that the config file sets, as in `Parsed`.
-
-    Returns:
-        The warnings, one line each.
-
-    Raises:
-        ConfigError: the errors, one line each.
+    `places`: file and line of the flags that the config file sets, as in `Parsed`.
     """
     return require_no_errors(with_places(findings(config), places or {}), config)
 
 
 def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
-    """Raise the errors among the findings.
-
-    Returns:
-        The warnings, one line each.
-
-    Raises:
-        ConfigError: the errors, one line each.
-    """
+    """Raise the errors among the findings as one ConfigError, and return the warnings, one line each."""
     lines: dict[Severity, list[str]] = {severity: [] for severity in Severity}
     for finding in found:
         lines[finding.severity].append(described(finding, config))
@@ -62,38 +48,29 @@ def require_no_errors(found: Iterable[Finding], config: Config) -> list[str]:
 
 def findings(config: Config) -> tuple[Finding, ...]:
     """Return the findings of all rules, errors first."""
-    found = [replace(rule.finding(violation), fix=violation.fix) for rule in RULES for violation in rule.check(config)]
-    return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.ERROR))
+    return errors_first(replace(rule.finding(violation), fix=violation.fix) for rule in RULES for violation in rule.check(config))
 
 
 def with_places(found: Iterable[Finding], places: Mapping[str, str]) -> tuple[Finding, ...]:
-    """Return the findings, each with the places of its flags in the config file, since the flags were not typed.
+    """Return the findings, each with the places of its flags in the config file (`Parsed.places`), since the flags were not typed."""
 
-    Args:
-        places: file and line by option, as in `Parsed`.
-    """
-    return tuple(_with_places(finding, places) for finding in found)
+    def with_places_of(finding: Finding) -> Finding:
+        named = [option for option in finding.flags if option in places and re.search(rf"{option}(?![\w-])", finding.text)]
+        if not named:
+            return finding
+        shown = places[named[0]] if len(named) == 1 else "; ".join(f"{option}: {places[option]}" for option in named)
+        return replace(finding, text=f"{finding.text} ({shown})")
 
-
-def _with_places(finding: Finding, places: Mapping[str, str]) -> Finding:
-    named = [option for option in finding.flags if option in places and re.search(rf"{option}(?![\w-])", finding.text)]
-    if not named:
-        return finding
-    shown = places[named[0]] if len(named) == 1 else "; ".join(f"{option}: {places[option]}" for option in named)
-    return replace(finding, text=f"{finding.text} ({shown})")
+    return tuple(map(with_places_of, found))
 
 
 def described(finding: Finding, config: Config) -> str:
-    """Return a finding as one line: the problem, then the remedies."""
-    fix = _fix_text(change_text(change, config) for change in finding.fix)
-    remedies = list(filter(None, [fix, finding.advice]))
-    return "; ".join([finding.text.removesuffix("."), *remedies]) if remedies else finding.text
-
-
-def _fix_text(changes: Iterable[str]) -> str:
-    """Join changes of `change_text` by their verbs: `drop --lr, and use --seed 1, --colocate and --use-tis`."""
+    """Return a finding as one line: the problem, then the remedies, such as `drop --lr, and use --seed 1, --colocate and --use-tis`."""
     by_verb: dict[str, list[str]] = {}
-    for change in changes:
-        verb = "use " if change.startswith("--") else "drop " if change.startswith("drop ") else ""
-        by_verb.setdefault(verb, []).append(change.removeprefix(verb))
-    return ", and ".join(f"{verb}{' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}" for verb, texts in by_verb.items())
+    for change in finding.fix:
+        text = change_text(change, config)
+        verb = "use " if text.startswith("--") else "drop " if text.startswith("drop ") else ""
+        by_verb.setdefault(verb, []).append(text.removeprefix(verb))
+    fix = ", and ".join(f"{verb}{' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}" for verb, texts in by_verb.items())
+    remedies = [remedy for remedy in (fix, finding.advice) if remedy]
+    return "; ".join([finding.text.removesuffix("."), *remedies]) if remedies else finding.text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fuligo.config import Config
-from fuligo.config.findings import Finding, Severity
+from fuligo.config.findings import Finding, Severity, errors_first
 from fuligo.config.hook_syntax import hook_findings
 from fuligo.config.validate import described
 from fuligo.config.validate import findings as config_findings
@@ -33,15 +33,19 @@ def make_plan(
 ) -> Plan:
     """Plan a run on GPUs of the model `gpu_name`, a key of `gpus.GPUS`.
 
+    Raises ConfigError if the GPU or the model's shape is unknown, with all other errors of the config.
+
     Args:
         host_memory_bytes: memory of each node; None: that of the vendor's own servers with this GPU.
         sharing: other runs that use the same engines, as in `Subject`.
         assumed: figures of another run; None: the planner's own assumptions.
-
-    Raises:
-        ConfigError: the GPU or the model's shape is unknown; includes other errors of the config.
     """
-    subject, choices = choose(_read_subject(config, gpu_name, sharing, assumed))
+    try:
+        read = read_subject(config, gpu_name, sharing=sharing, assumed=assumed)
+    except ConfigError as error:
+        errors = [each for each in config_findings(config) if each.severity is Severity.ERROR and each.id != "CFG-MODEL-MISSING"]
+        raise ConfigError(*error.problems, *(described(each, config) for each in errors)) from None
+    subject, choices = choose(read)
     model, rules = subject.architecture, check(subject)
     findings = (*rules, *hook_findings(config))
     plan = Plan(
@@ -53,7 +57,7 @@ def make_plan(
         num_adapter_parameters=0 if subject.adapter is None else subject.adapter.num_parameters,
         gpu=subject.gpu.name,
         choices=choices,
-        findings=_errors_first(findings),
+        findings=errors_first(findings),
     )
     try:
         numbers = estimate(subject, host_memory_bytes)
@@ -61,12 +65,12 @@ def make_plan(
         if any(finding.severity is Severity.ERROR for finding in rules):
             return plan
         problems = (Finding(LAYOUT, Severity.ERROR, problem, ()) for problem in error.problems)
-        return replace(plan, findings=_errors_first((*problems, *findings)))
+        return replace(plan, findings=errors_first((*problems, *findings)))
     found = () if numbers.fits else remedies(subject, host_memory_bytes)
     memory = memory_findings(subject, numbers, host_memory_given=host_memory_bytes is not None)
     return replace(
         plan,
-        findings=_errors_first((*plan.findings, *(_with_remedy(finding, found) for finding in memory))),
+        findings=errors_first((*plan.findings, *(_with_remedy(finding, found) for finding in memory))),
         layout=numbers.layout,
         memory=numbers.memory,
         capacities=numbers.capacities,
@@ -78,24 +82,12 @@ def make_plan(
     )
 
 
-def _read_subject(config: Config, gpu_name: str, sharing: Sequence[Config], assumed: Assumed | None) -> Subject:
-    try:
-        return read_subject(config, gpu_name, sharing=sharing, assumed=assumed)
-    except ConfigError as error:
-        errors = [each for each in config_findings(config) if each.severity is Severity.ERROR and each.id != "CFG-MODEL-MISSING"]
-        raise ConfigError(*error.problems, *(described(each, config) for each in errors)) from None
-
-
 def _with_remedy(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
     if finding.id == HOST:
         return finding
     if found:
         return replace(finding, fix=found[0].changes)
     return replace(finding, advice="Use more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough.")
-
-
-def _errors_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    return tuple(sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR))
 
 
 def disk_of_checkpoints(subject: Subject) -> Disk | None:

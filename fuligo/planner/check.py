@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Finding, Severity
 from fuligo.config.validate import findings as config_findings
@@ -65,12 +64,10 @@ def _with_tried_fix(each: _Found, subject: Subject, known: Counter[str]) -> Find
             break
     why_none = FIX_OTHERS_FIRST if known.total() > 1 else NO_FIX_FOUND
     advice = each.finding.advice or ("" if best else why_none)
-    return replace(each.finding, fix=_without_idle_drops(best, subject.config), advice=advice)
-
-
-def _without_idle_drops(fix: Fix, config: Config) -> Fix:
-    """Leave out the removal of flags that are not given."""
-    return tuple(change for change in fix if change.value is not None or apply_changes(config, [change]) != config)
+    config = subject.config
+    # The removal of a flag that is not given is left out.
+    fix = tuple(change for change in best if change.value is not None or apply_changes(config, [change]) != config)
+    return replace(each.finding, fix=fix, advice=advice)
 
 
 def _num_resolved(fix: Fix, rule_id: str, subject: Subject, known: Counter[str]) -> int:

@@ -11,6 +11,7 @@ from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change
 from fuligo.config.rules.cluster import SHARED_FRACTION
+from fuligo.config.rules.rule import set_flag
 from fuligo.config.topology import EngineGroupSpec, engine_groups, policy_model
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import layout_of
@@ -47,7 +48,9 @@ LONGER_ROWS = (12288, 16384, 24576, 32768)
 """Row lengths to choose from where memory allows: a GPU computes long rows faster, above all of small models (docs/benchmarks-gpu.md)."""
 SPARE_SHARE = 0.04
 """Share of a GPU's memory that longer rows must leave free: the plan of a trainer's memory is off by up to 3%."""
-_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE_ALL = (set_flag("recompute_granularity", "full"), set_flag("recompute_method", "uniform"), set_flag("recompute_num_layers", 1))
+_OFFLOADED_ADAM = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+ADAM_ON_CPU = tuple(set_flag(name, True) for name in _OFFLOADED_ADAM)
 
 
 def choose(subject: Subject) -> tuple[Subject, tuple[Choice, ...]]:
@@ -87,14 +90,11 @@ def _memory_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _offload_choices(subject: Subject) -> Iterator[Choice]:
-    """Yield the choice not to offload a colocated trainer whose state fits beside a KV cache for all requests at their longest.
-
-    Raises ConfigError if the sizes allow no layout.
-    """
+    """Yield the choice not to offload a colocated trainer whose state fits beside a KV cache for all requests at their longest."""
     config = subject.config
     if not config.takes_turns or config.cluster.offload_train is not None:
         return
-    change = Change(("cluster", "offload_train"), False)
+    change = set_flag("offload_train", False)
     kept = replace(subject, config=apply_changes(config, [change]))
     kept = replace(kept, config=apply_choices(kept.config, _engine_choices(kept)))
     engines = [bar for bar in memory_bars(kept, make_layout(kept)) if bar.engine_group is not None]
@@ -121,10 +121,7 @@ def _holds(spec: EngineGroupSpec, memory: EngineMemory, num_requests: int, num_t
 
 
 def _engine_choices(subject: Subject) -> Iterator[Choice]:
-    """Yield the choices of requests and CUDA graphs of the engines that sample, then of the requests in flight.
-
-    Raises ConfigError if the engines cannot be planned.
-    """
+    """Yield the choices of requests and CUDA graphs of the engines that sample, then of the requests in flight."""
     config = subject.config
     sampling = _sampling(subject)
     if not sampling:
@@ -149,7 +146,7 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
             yield Choice(tuple(changes), reason)
     if in_flight and config.rollout.rollout_concurrency is None:
         engines = f"the requests that {count(num_engines, 'engine')} can run at a time"
-        yield Choice((Change(("rollout", "rollout_concurrency"), in_flight),), engines)
+        yield Choice((set_flag("rollout_concurrency", in_flight),), engines)
 
 
 def _sampling(subject: Subject) -> list[tuple[EngineGroupSpec, EngineMemory]]:
@@ -186,17 +183,15 @@ def _decides_graphs(spec: EngineGroupSpec) -> bool:
 
 def requests_wanted(subject: Subject) -> int:
     """Return the requests that a run, and those that share its engines, would have in flight without a limit."""
-    return sum(map(_requests_wanted, (subject.config, *subject.sharing)))
-
-
-def _requests_wanted(config: Config) -> int:
-    rollout = config.rollout
-    if not config.data.prompt_data and config.has_eval:  # only an evaluation, which sends everything at once
-        return MAX_REQUESTS * max(1, config.resolved_rollout_num_gpus)
-    prompts = config.resolved_over_sampling_batch_size
-    if rollout.async_mode == "full":
-        prompts = max(prompts, rollout.rollout_batch_size * ((rollout.max_staleness or 0) + 1))
-    return prompts * rollout.n_samples_per_prompt
+    total = 0
+    for config in (subject.config, *subject.sharing):
+        rollout, prompts = config.rollout, config.resolved_over_sampling_batch_size
+        if rollout.async_mode == "full":
+            prompts = max(prompts, rollout.rollout_batch_size * ((rollout.max_staleness or 0) + 1))
+        only_evaluates = not config.data.prompt_data and config.has_eval  # which sends everything at once
+        most = MAX_REQUESTS * max(1, config.resolved_rollout_num_gpus)
+        total += most if only_evaluates else prompts * rollout.n_samples_per_prompt
+    return total
 
 
 def _argument(spec: EngineGroupSpec, name: str, value: float) -> Change:
@@ -211,15 +206,13 @@ def _compile_choices(subject: Subject) -> Iterator[Choice]:
     config, num_parameters = subject.config, subject.architecture.num_parameters
     is_open = config.trains and not subject.is_megatron and config.model.torch_compile is None
     if is_open and compiles_layers(subject) and num_parameters < SMALLEST_COMPILED:
-        change = Change(("model", "torch_compile"), False)
-        yield Choice((change,), f"compiling a model of {magnitude(num_parameters)} parameters takes longer than it saves")
+        reason = f"compiling a model of {magnitude(num_parameters)} parameters takes longer than it saves"
+        yield Choice((set_flag("torch_compile", False),), reason)
 
 
 def _trainer_choices(subject: Subject) -> Iterator[Choice]:
     """Yield longer rows if memory allows them; or the first choice that makes the trainer fit: shorter rows, then recomputation, then
     Adam on the CPU.
-
-    Raises ConfigError if the sizes allow no layout.
     """
     config, train = subject.config, subject.config.train
     rows_given = train.use_dynamic_batch_size or train.max_tokens_per_gpu is not None or train.micro_batch_size is not None
@@ -231,17 +224,13 @@ def _trainer_choices(subject: Subject) -> Iterator[Choice]:
         return
     for changes, what in _smaller_trainers(subject):
         if _trainer_excess(replace(subject, config=apply_changes(config, changes))) <= 0:
-            yield Choice(
-                changes, f"{what}: rows of {DEFAULT_PACKED_TOKENS} tokens need {gibibytes(needed)} more than {subject.gpu.name} has"
-            )
+            reason = f"rows of {DEFAULT_PACKED_TOKENS} tokens need {gibibytes(needed)} more than {subject.gpu.name} has"
+            yield Choice(changes, f"{what}: {reason}")
             return
 
 
 def _longer_rows(subject: Subject) -> Iterator[Choice]:
-    """Yield the choice of the longest rows that fit and leave an optimizer step fewer micro-batches than shorter ones.
-
-    Raises ConfigError if the sizes allow no layout.
-    """
+    """Yield the choice of the longest rows that fit and leave an optimizer step fewer micro-batches than shorter ones."""
     config, shape = subject.config, layout_of(subject.config)
     if shape.pp > 1:  # fewer micro-batches would lengthen the pipeline's bubble
         return
@@ -258,10 +247,7 @@ def _longer_rows(subject: Subject) -> Iterator[Choice]:
 
 
 def _trainer_excess(subject: Subject) -> int:
-    """Return the bytes by which the fullest GPU of the trainer exceeds its memory; negative if it fits.
-
-    Raises ConfigError if the sizes allow no layout.
-    """
+    """Return the bytes by which the fullest GPU of the trainer exceeds its memory; negative if it fits."""
     bars = [bar for bar in memory_bars(subject, make_layout(subject)) if bar.pipeline_rank is not None]
     return max((bar.used_bytes - bar.capacity_bytes for bar in bars), default=0)
 
@@ -272,15 +258,11 @@ def _smaller_trainers(subject: Subject) -> Iterator[tuple[tuple[Change, ...], st
     longest = ceil(longest_sample(config) / shape.cp)
     sizes = [tokens for tokens in (4096, 2048, SMALLEST_ROW_TOKENS) if tokens > longest]
     rows = [*sizes, max(longest, SMALLEST_ROW_TOKENS)]
-    recompute: tuple[Change, ...] = ()
-    if not subject.is_megatron and not config.model.gradient_checkpointing:
-        recompute = (Change(("model", "gradient_checkpointing"), True),)
-    elif subject.is_megatron and config.parallel.recompute_granularity != "full":
-        recompute = tuple(Change(("parallel", name), value) for name, value in _RECOMPUTE.items())
-    offload: tuple[Change, ...] = ()
-    if subject.is_megatron and not config.optimizer.optimizer_cpu_offload:
-        names = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
-        offload = tuple(Change(("optimizer", name), True) for name in names)
+    if subject.is_megatron:
+        recompute = RECOMPUTE_ALL if config.parallel.recompute_granularity != "full" else ()
+        offload = () if config.optimizer.optimizer_cpu_offload else ADAM_ON_CPU
+    else:
+        recompute, offload = () if config.model.gradient_checkpointing else (set_flag("gradient_checkpointing", True),), ()
     for tokens in rows:
         yield _rows(tokens), f"rows of {tokens} tokens"
     for extra, what in ((recompute, "recomputation"), (recompute + offload, "recomputation and Adam on the CPU")):
@@ -290,4 +272,4 @@ def _smaller_trainers(subject: Subject) -> Iterator[tuple[tuple[Change, ...], st
 
 
 def _rows(tokens: int) -> tuple[Change, ...]:
-    return (Change(("train", "use_dynamic_batch_size"), True), Change(("train", "max_tokens_per_gpu"), tokens))
+    return (set_flag("use_dynamic_batch_size", True), set_flag("max_tokens_per_gpu", tokens))

@@ -52,9 +52,8 @@ class DistPlan:
 def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     """Plan the conversion with these arguments on `world_size` processes.
 
-    Raises:
-        ConfigError: unknown or unused flags, MODEL_ARGS that disagree with config.json, a layout that does not fit,
-            or a model that the Hub does not provide.
+    Raises ConfigError if flags are unknown or unused, MODEL_ARGS disagree with config.json, the layout does not fit, or the Hub lacks the
+    model.
     """
     given = {assignment.flag.name: assignment for assignment in read_command_line(arguments).assignments}
     parsed = parse([*arguments, "--train-backend", "megatron"])
@@ -67,8 +66,7 @@ def plan_hf_to_dist(arguments: Sequence[str], world_size: int) -> DistPlan:
     problems += [f"{option} must be given" for option, value in required if value is None]
     if problems:
         raise ConfigError(*problems)
-    config = apply_changes(parsed.config, [Change(("cluster", "actor_num_gpus_per_node"), world_size)])
-    config = located(config)
+    config = located(apply_changes(parsed.config, [Change(("cluster", "actor_num_gpus_per_node"), world_size)]))
     found = None if config.model.override_model_config else find_trainer_config_json(config)
     if found is not None:
         problems = [

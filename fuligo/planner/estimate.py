@@ -1,6 +1,6 @@
 """Estimate of layout, memory and time of a subject, and findings where its memory exceeds that of GPUs or hosts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fuligo.config.findings import Finding, Severity
@@ -61,8 +61,16 @@ def memory_findings(subject: Subject, numbers: Estimate, *, host_memory_given: b
     if trainer := [bar for bar in numbers.memory if bar.pipeline_rank is not None and not bar.fits]:
         worst = max(trainer, key=lambda bar: bar.used_bytes)
         yield Finding(TRAINER, Severity.ERROR, f"{_excess(worst, of=gpus)}.", config.trainer_capabilities.memory_flags)
-    if engine := list(_engine_problems(subject, numbers.memory, numbers.capacities, gpus)):
-        yield Finding(ENGINE, Severity.ERROR, " ".join(engine), config.engine_capabilities.memory_flags)
+    engines = {bar.engine_group: bar for bar in numbers.memory if bar.engine_group is not None}
+    problems = [f"{_excess(bar, of=gpus)}." for bar in engines.values() if bar.pipeline_rank is None and not bar.fits]
+    problems += [
+        f"{engines[each.group].owner if each.group in engines else 'engines'}: the weights leave {each.kv_cache_tokens} tokens of KV "
+        f"cache, but one sample may take {longest_sample(config)}."
+        for each in numbers.capacities
+        if not each.holds_one
+    ]
+    if problems:
+        yield Finding(ENGINE, Severity.ERROR, " ".join(problems), config.engine_capabilities.memory_flags)
     if (host := next((bar for bar in numbers.memory if bar.owner == "host" and not bar.fits), None)) is not None:
         severity = Severity.ERROR if host_memory_given else Severity.WARNING
         where = "--host-memory" if host_memory_given else f"standard nodes with {subject.gpu.name}"
@@ -76,19 +84,6 @@ def memory_findings(subject: Subject, numbers: Estimate, *, host_memory_given: b
             )
         text = _excess(host, of=where, what=" of a node's memory")
         yield Finding(HOST, severity, f"{text}.", flags, advice=advice)
-
-
-def _engine_problems(subject: Subject, bars: Sequence[MemoryBar], capacities: Sequence[EngineCapacity], gpus: str) -> Iterator[str]:
-    for bar in bars:
-        if bar.engine_group is not None and bar.pipeline_rank is None and not bar.fits:
-            yield f"{_excess(bar, of=gpus)}."
-    owners = {bar.engine_group: bar.owner for bar in bars if bar.engine_group is not None}
-    for capacity in capacities:
-        if not capacity.holds_one:
-            yield (
-                f"{owners.get(capacity.group, 'engines')}: the weights leave {capacity.kv_cache_tokens} tokens of KV cache, "
-                f"but one sample may take {longest_sample(subject.config)}."
-            )
 
 
 def _excess(bar: MemoryBar, *, of: str, what: str = "") -> str:

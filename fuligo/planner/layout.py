@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError
@@ -86,36 +87,27 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
     cut = Cut(subject.architecture.num_layers, embedding + loss, shape.pp, shape.vpp, first, last)
     counts = cut.counts() if shape.pp > 1 else [cut.num_layers + cut.num_extra]
     if counts is None:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {shape.pp}{cut.shown()}: {cut.why_uneven()}; choose stages that add up to "
-            f"{cut.num_layers} layers"
-        )
-    for pipeline_rank, num_layers in enumerate(counts):
-        if num_layers % shape.vpp:
-            raise ConfigError(
-                f"--virtual-pipeline-model-parallel-size {shape.vpp} does not divide the {count(num_layers, 'layer')} of pipeline rank "
-                f"{pipeline_rank}; choose a divisor of {num_layers}"
-            )
+        problem = f"{cut.shown()}: {cut.why_uneven()}; choose stages that add up to {cut.num_layers} layers"
+        raise ConfigError(f"--pipeline-model-parallel-size {shape.pp}{problem}")
+    if uneven := next((num_layers for num_layers in counts if num_layers % shape.vpp), None):
+        problem = f"does not divide the {count(uneven, 'layer')} of a pipeline rank; choose a divisor of {uneven}"
+        raise ConfigError(f"--virtual-pipeline-model-parallel-size {shape.vpp} {problem}")
     chunks = [num_layers // shape.vpp for _ in range(shape.vpp) for num_layers in counts]
     chunks[0] -= embedding
     chunks[-1] -= loss
-    built, first_layer = [], 0
-    for number, num_layers in enumerate(chunks):
-        virtual_rank, pipeline_rank = divmod(number, shape.pp)
-        layers = subject.architecture.layers[first_layer : first_layer + num_layers]
-        built.append(
-            Stage(
-                pipeline_rank=pipeline_rank,
-                virtual_rank=virtual_rank,
-                first_layer=first_layer,
-                num_layers=num_layers,
-                index_layers=tuple(layer.number for layer in layers if layer.computes_index),
-                has_embedding=number == 0,
-                has_head=number == len(chunks) - 1,
-            )
+    starts = list(accumulate(chunks, initial=0))
+    return tuple(
+        Stage(
+            pipeline_rank=number % shape.pp,
+            virtual_rank=number // shape.pp,
+            first_layer=first,
+            num_layers=num_layers,
+            index_layers=tuple(layer.number for layer in subject.architecture.layers[first : first + num_layers] if layer.computes_index),
+            has_embedding=number == 0,
+            has_head=number == len(chunks) - 1,
         )
-        first_layer += num_layers
-    return tuple(built)
+        for number, (first, num_layers) in enumerate(zip(starts, chunks))
+    )
 
 
 def stage_layers(architecture: Architecture, stage: Stage) -> tuple[Layer, ...]:
@@ -161,13 +153,8 @@ def make_layout(subject: Subject) -> ClusterLayout:
             for index in range(per_node)
         ),
         stages=stages(subject),
-        engine_groups=(EMBEDDED_GROUP,) if embedded else tuple(_engine_group(spec) for spec in specs),
-        tp=shape.tp,
-        cp=shape.cp,
-        pp=shape.pp,
-        ep=shape.ep,
-        etp=shape.etp,
-        dp=shape.dp,
+        engine_groups=(EMBEDDED_GROUP,) if embedded else tuple(map(EngineGroup.of, specs)),
+        **{name: getattr(shape, name) for name in ("tp", "cp", "pp", "ep", "etp", "dp")},
     )
 
 
@@ -203,44 +190,18 @@ def _engine_ranks(specs: Sequence[EngineGroupSpec]) -> Iterator[EngineRank | Non
         if spec.worker_type == "placeholder":
             yield from [None] * spec.num_gpus
             continue
-        _must_divide(spec, f"engine group {group + 1} ({spec.worker_type})")
         tp_size, dp_size, ep_size = spec.tp_size, spec.dp_size, spec.ep_size
+        gpus, per_engine, pp_size = spec.num_gpus, spec.num_gpus_per_engine, spec.arguments.value("pp_size")
+        for whole, size, problem in (
+            (gpus, per_engine, f"its number of GPUs ({gpus}) is not a multiple of --rollout-num-gpus-per-engine {per_engine}"),
+            (per_engine, pp_size, f"--sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {per_engine}"),
+            (tp_size, dp_size, f"--sglang-dp-size {dp_size} does not divide an engine's {count(tp_size, 'tensor-parallel GPU')}"),
+            (tp_size, ep_size, f"--sglang-ep-size {ep_size} does not divide an engine's {count(tp_size, 'tensor-parallel GPU')}"),
+        ):
+            if size < 1 or whole % size:
+                raise ConfigError(f"engine group {group + 1} ({spec.worker_type}): {problem}; change one")
         for _ in range(spec.num_engines):
-            for rank in range(spec.num_gpus_per_engine):
+            for rank in range(per_engine):
                 pp, tp = divmod(rank, tp_size)
-                yield EngineRank(
-                    group=group, engine=engine, rank=rank, tp=tp, pp=pp, dp=tp * dp_size // tp_size, ep=tp * ep_size // tp_size
-                )
+                yield EngineRank(group, engine, rank, tp=tp, pp=pp, dp=tp * dp_size // tp_size, ep=tp * ep_size // tp_size)
             engine += 1
-
-
-def _must_divide(spec: EngineGroupSpec, owner: str) -> None:
-    if spec.num_gpus % spec.num_gpus_per_engine:
-        raise ConfigError(
-            f"{owner}: its number of GPUs ({spec.num_gpus}) is not a multiple of --rollout-num-gpus-per-engine "
-            f"{spec.num_gpus_per_engine}; change one"
-        )
-    pp_size = spec.arguments.value("pp_size")
-    if pp_size < 1 or spec.num_gpus_per_engine % pp_size:
-        raise ConfigError(
-            f"{owner}: --sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {spec.num_gpus_per_engine}; change one"
-        )
-    for option, size in (("--sglang-dp-size", spec.dp_size), ("--sglang-ep-size", spec.ep_size)):
-        if size < 1 or spec.tp_size % size:
-            raise ConfigError(
-                f"{owner}: {option} {size} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')}; choose a divisor"
-            )
-
-
-def _engine_group(spec: EngineGroupSpec) -> EngineGroup:
-    return EngineGroup(
-        model=spec.model,
-        worker_type=spec.worker_type,
-        num_engines=spec.num_engines,
-        num_gpus_per_engine=spec.num_gpus_per_engine,
-        tp=spec.tp_size,
-        pp=spec.pp_size,
-        dp=spec.dp_size,
-        ep=spec.ep_size,
-        num_gpus=spec.num_gpus,
-    )

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from fuligo.config import Config
 from fuligo.config.changes import change_text
 from fuligo.config.findings import Change, Finding, Severity
 from fuligo.config.secret import hide_credentials
+from fuligo.config.topology import EngineGroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class EngineGroup:
     ep: int
     num_gpus: int
     """GPUs of the group; a placeholder keeps them free."""
+
+    @classmethod
+    def of(cls, spec: EngineGroupSpec) -> Self:
+        sizes = (spec.tp_size, spec.pp_size, spec.dp_size, spec.ep_size)
+        return cls(spec.model, spec.worker_type, spec.num_engines, spec.num_gpus_per_engine, *sizes, spec.num_gpus)
 
 
 @dataclass(frozen=True, slots=True)

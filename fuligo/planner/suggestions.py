@@ -6,9 +6,11 @@ from itertools import combinations
 
 from fuligo.config.changes import apply_changes, change_text
 from fuligo.config.findings import Change, Severity
+from fuligo.config.rules.rule import set_flag
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.check import violations
+from fuligo.planner.choices import ADAM_ON_CPU, RECOMPUTE_ALL
 from fuligo.planner.estimate import Estimate, estimate, shortfall
 from fuligo.planner.lengths import longest_sample
 from fuligo.planner.plan import Suggestion
@@ -39,9 +41,17 @@ def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Re
     now = estimate(subject, host_memory_bytes)
     if now.fits:
         return ()
-    trials = [trial for changes in _candidates(subject, now) if (trial := _tried(subject, changes, host_memory_bytes))]
+    candidates: list[Changes] = []
+    if any(bar.pipeline_rank is not None and not bar.fits for bar in now.memory):
+        more_nodes = (set_flag("actor_num_nodes", 2 * subject.config.cluster.actor_num_nodes),)
+        candidates += [*_trainer_candidates(subject), more_nodes]
+    candidates += [] if now.engines_fit else _engine_candidates(subject)
+    trials = [trial for changes in candidates if (trial := _tried(subject, changes, host_memory_bytes))]
     if not any(trial.shortfall == 0 for trial in trials):
-        pairs = (one.changes + other.changes for one, other in combinations(_most_helpful(trials), 2))
+        best: dict[tuple[str | int, ...], _Trial] = {}  # of each kind of change
+        for trial in sorted(trials, key=lambda trial: trial.shortfall):
+            best.setdefault(trial.changes[0].path, trial)
+        pairs = (one.changes + other.changes for one, other in combinations(list(best.values())[:NUM_COMBINED], 2))
         trials = [trial for changes in pairs if (trial := _tried(subject, changes, host_memory_bytes))]
     known = violated_rules(subject)
     fitting = [trial for trial in trials if trial.shortfall == 0 and not violated_rules(trial.subject) - known]
@@ -73,14 +83,6 @@ def violated_rules(subject: Subject) -> frozenset[str]:
     return frozenset(finding.id for finding in violations(subject) if finding.severity is Severity.ERROR)
 
 
-def _most_helpful(trials: list[_Trial]) -> list[_Trial]:
-    """Return the best trial of each kind of change, limited to the best kinds."""
-    best: dict[tuple[str | int, ...], _Trial] = {}
-    for trial in sorted(trials, key=lambda trial: trial.shortfall):
-        best.setdefault(trial.changes[0].path, trial)
-    return list(best.values())[:NUM_COMBINED]
-
-
 def _remedy(subject: Subject, trial: _Trial, now: Estimate, host_memory_bytes: int | None) -> Remedy:
     then = estimate(trial.subject, host_memory_bytes)
     slower = f"{then.step_s / now.step_s - 1 if now.step_s else 0.0:+.0%}"
@@ -100,65 +102,47 @@ def _fullest(plan: Estimate) -> int:
     return max(bar.used_bytes for bar in plan.memory if bar.owner != "host")
 
 
-def _candidates(subject: Subject, now: Estimate) -> Iterator[Changes]:
-    """Yield changes that may help; some may not be enough, or not possible for this run."""
-    if any(bar.pipeline_rank is not None and not bar.fits for bar in now.memory):
-        yield from _trainer_candidates(subject)
-        yield (Change(("cluster", "actor_num_nodes"), 2 * subject.config.cluster.actor_num_nodes),)
-    if not now.engines_fit:
-        yield from _engine_candidates(subject)
-
-
 def _trainer_candidates(subject: Subject) -> Iterator[Changes]:
+    """Yield changes that may help the trainer; some may not be enough, or not possible for this run."""
     config, shape = subject.config, layout_of(subject.config)
     if config.train.log_probs_chunk_size > SMALL_CHUNK_TOKENS:
-        yield (Change(("train", "log_probs_chunk_size"), SMALL_CHUNK_TOKENS),)
+        yield (set_flag("log_probs_chunk_size", SMALL_CHUNK_TOKENS),)
     tokens = config.train.max_tokens_per_gpu
     if config.train.use_dynamic_batch_size and tokens is not None:
         longest = -(-longest_sample(config) // shape.cp)
         for fewer in (tokens // 2, tokens // 4, longest):
             if longest <= fewer < tokens:
-                yield (Change(("train", "max_tokens_per_gpu"), fewer),)
+                yield (set_flag("max_tokens_per_gpu", fewer),)
     if not subject.is_megatron:
-        yield (Change(("model", "gradient_checkpointing"), True),)
-        yield (Change(("cluster", "actor_num_gpus_per_node"), 2 * config.resolved_actor_num_gpus_per_node),)
+        yield (set_flag("gradient_checkpointing", True),)
+        yield (set_flag("actor_num_gpus_per_node", 2 * config.resolved_actor_num_gpus_per_node),)
         return
     if config.parallel.recompute_granularity != "full":
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield tuple(Change(("parallel", name), value) for name, value in full.items())
+        yield RECOMPUTE_ALL
     if not config.optimizer.use_precision_aware_optimizer:
         yield (Change(("optimizer", "use_precision_aware_optimizer"), True),)
     if not config.optimizer.optimizer_cpu_offload:
-        names = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
-        yield tuple(Change(("optimizer", name), True) for name in names)
-    yield _doubled(subject, "tensor_model_parallel_size", shape.tp, sequence_parallel=True)
-    yield _doubled(subject, "pipeline_model_parallel_size", shape.pp)
-    yield _doubled(subject, "context_parallel_size", shape.cp)
+        yield ADAM_ON_CPU
+    split_sequence = () if config.parallel.sequence_parallel else (set_flag("sequence_parallel", True),)
+    yield (set_flag("tensor_model_parallel_size", 2 * shape.tp), *split_sequence)
+    yield (set_flag("pipeline_model_parallel_size", 2 * shape.pp),)
+    yield (set_flag("context_parallel_size", 2 * shape.cp),)
     if subject.architecture.experts is not None:
-        yield _doubled(subject, "expert_model_parallel_size", shape.ep)
-
-
-def _doubled(subject: Subject, name: str, size: int, *, sequence_parallel: bool = False) -> Changes:
-    changes = (Change(("parallel", name), 2 * size),)
-    if sequence_parallel and not subject.config.parallel.sequence_parallel:
-        changes = (*changes, Change(("parallel", "sequence_parallel"), True))
-    return changes
+        yield (set_flag("expert_model_parallel_size", 2 * shape.ep),)
 
 
 def _engine_candidates(subject: Subject) -> Iterator[Changes]:
     config = subject.config
     if config.engine_capabilities.beside_trainer:
-        yield (Change(("engine", "embedded_max_total_tokens"), 8 * longest_sample(config)),)
+        yield (set_flag("embedded_max_total_tokens", 8 * longest_sample(config)),)
         return
     if config.trainer_stays:
-        yield (Change(("cluster", "offload_train"), True),)
+        yield (set_flag("offload_train", True),)
     for percent in range(90, 25, -5):
         yield tuple(dict.fromkeys(set_argument(subject, spec, "mem_fraction_static", percent / 100) for spec in running(subject)))
     if config.sglang.get("kv_cache_dtype") is None:
         yield (Change(("sglang", "kv_cache_dtype"), "fp8_e4m3"),)
     if config.sglang.get("speculative_algorithm") is not None:
-        names = ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens")
-        given = [f"speculative_{name}" for name in names if config.sglang.get(f"speculative_{name}") is not None]
-        yield tuple(Change(("sglang", name), None) for name in given)
+        yield tuple(Change(("sglang", name), None) for name in config.sglang if name.startswith("speculative_"))
     if config.engine.sglang_config is None:
-        yield (Change(("cluster", "rollout_num_gpus_per_engine"), 2 * config.resolved_rollout_num_gpus_per_engine),)
+        yield (set_flag("rollout_num_gpus_per_engine", 2 * config.resolved_rollout_num_gpus_per_engine),)

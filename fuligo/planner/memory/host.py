@@ -75,23 +75,16 @@ def sample_bytes(subject: Subject) -> SampleBytes:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SharesHere:
-    """Numbers of shares of a batch in the memory of one node; each data-parallel replica has one share."""
+def shares_here(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: int, *, has_driver: bool) -> tuple[int, int]:
+    """Return the numbers of shares of a batch in the memory of one node: as the driver packs them, and as ranks have unpacked them.
 
-    num_packed: int
-    """Shares as the driver packs them for the ranks."""
-    num_unpacked: int
-    """Shares that ranks have unpacked."""
-
-
-def shares_here(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: int, *, has_driver: bool) -> SharesHere:
-    """Return the shares of a batch on one node. If the driver runs there (`has_driver`), it packs the shares of all ranks."""
+    Each data-parallel replica has one share. If the driver runs there (`has_driver`), it packs the shares of all ranks.
+    """
     if chosen_launcher(subject.config, {}) == "ray":
         # Ranks read from Ray's object store, which holds on a node what its ranks requested.
-        return SharesHere(num_replicas if has_driver else len({rank.dp for rank in ranks}), num_unpacked=0)
+        return num_replicas if has_driver else len({rank.dp for rank in ranks}), 0
     followers = [rank for rank in ranks if rank.rank > 0]  # rank 0 is the driver, which has the whole batch
-    return SharesHere(len({rank.dp for rank in followers}), num_unpacked=len(followers))
+    return len({rank.dp for rank in followers}), len(followers)
 
 
 def routing_bytes(architecture: Architecture) -> int:
@@ -133,11 +126,7 @@ def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) 
 
 
 def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, EngineOnHost]) -> tuple[MemoryItem, ...]:
-    """Return the items of the node that needs most memory.
-
-    Args:
-        engines: engine group -> host memory per GPU.
-    """
+    """Return the items of the node that needs most memory. `engines`: engine group -> host memory per GPU."""
     states = _states(subject, layout)
     value_states = _states(subject.value_model, layout) if subject.config.trains_values else []
     nodes: list[list[PlacedGpu]] = [[] for _ in range(layout.num_nodes)]
@@ -157,7 +146,8 @@ def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, En
             note = "bf16 weights of the MTP layer, which rank 0 keeps for checkpoints and exports (--mtp-num-layers 1 loads it)"
             items.append(MemoryItem("mtp_layer", BF16 * subject.num_carried_mtp_parameters, note))
         items += _sample_items(subject, ranks, layout.dp, has_driver=node == DRIVER_NODE)
-        items += _standby_items(subject.config, len(ranks))
+        if subject.config.checkpoint.max_restarts > 0 and chosen_launcher(subject.config, {}) != "ray":  # standby processes of ranks
+            items.append(MemoryItem("standbys", len(ranks) * STANDBY_BYTES, f"{count(len(ranks), 'rank')} in reserve (--max-restarts)"))
         items += _engine_items([engines[gpu.engine.group] for gpu in gpus if gpu.engine is not None and gpu.engine.group in engines])
         found.append(items)
     return tuple(item for item in max(found, key=lambda items: sum(item.num_bytes for item in items)) if item.num_bytes)
@@ -222,27 +212,27 @@ def _sample_items(subject: Subject, ranks: Sequence[TrainerRank], num_replicas: 
         note = f"the driver, {count(num_rollouts_at_a_time(subject), 'rollout')} at a time: {held}, every sample at its longest"
         yield MemoryItem("samples", samples.drawn, note)
     if ranks:
-        here = shares_here(subject, ranks, num_replicas, has_driver=has_driver)
+        num_packed, num_unpacked = shares_here(subject, ranks, num_replicas, has_driver=has_driver)
         held = f"{magnitude(samples.num_tokens)} tokens x {samples.batch_token_bytes} bytes"
-        unpacked = f" and {here.num_unpacked} unpacked by ranks" if here.num_unpacked else ""
+        unpacked = f" and {num_unpacked} unpacked by ranks" if num_unpacked else ""
         made = f"; {samples.new_token_bytes} bytes per token that the driver adds to its samples" if has_driver else ""
-        note = f"{held} over {count(num_replicas, 'replica')}: {count(here.num_packed, 'share')} packed{unpacked}{made}"
-        num_bytes = samples.shares(here.num_packed + here.num_unpacked, num_replicas) + (samples.new if has_driver else 0)
+        note = f"{held} over {count(num_replicas, 'replica')}: {count(num_packed, 'share')} packed{unpacked}{made}"
+        num_bytes = samples.shares(num_packed + num_unpacked, num_replicas) + (samples.new if has_driver else 0)
         yield MemoryItem("batches", num_bytes, note)
 
 
-def _standby_items(config: Config, num_ranks: int) -> Iterator[MemoryItem]:
-    """Yield the memory of standby processes, which replace lost ranks; ranks on Ray have none."""
-    if config.checkpoint.max_restarts > 0 and chosen_launcher(config, {}) != "ray":
-        yield MemoryItem("standbys", num_ranks * STANDBY_BYTES, f"{count(num_ranks, 'rank')} in reserve (--max-restarts)")
-
-
 def _engine_items(engines: Sequence[EngineOnHost]) -> Iterator[MemoryItem]:
-    held = [engine.record for engine in engines if engine.record]
-    each = f"{count(len(held), 'GPU')} x up to {amount(max(held, default=0))}"
-    note = f"SGLang's record of experts, pinned, one entry per token of the KV cache: {each}"
-    yield MemoryItem("routing_record", sum(held), note)
-    kept = [engine.weights for engine in engines if engine.weights]
-    each = f"{count(len(kept), 'GPU')} x up to {amount(max(kept, default=0))}"
-    note = f"models and MTP layers that are never synced, while the trainer has the GPUs: {each}"
-    yield MemoryItem("engine_weights", sum(kept), note)
+    for name, sizes, what in (
+        (
+            "routing_record",
+            [engine.record for engine in engines],
+            "SGLang's record of experts, pinned, one entry per token of the KV cache",
+        ),
+        (
+            "engine_weights",
+            [engine.weights for engine in engines],
+            "models and MTP layers that are never synced, while the trainer has the GPUs",
+        ),
+    ):
+        held = [size for size in sizes if size]
+        yield MemoryItem(name, sum(held), f"{what}: {count(len(held), 'GPU')} x up to {amount(max(held, default=0))}")

@@ -72,7 +72,17 @@ def frozen_parameters(subject: Subject, shape: Layout, stages: Iterable[Stage]) 
 
 def _model_parameters(subject: Subject, shape: Layout, stages: tuple[Stage, ...]) -> LocalParameters:
     """Return the parameters of a rank without indexers and MTP layers."""
-    return _outer(subject.architecture, shape, stages) + _in_layers(subject.architecture, shape, stages, are_indexers=False)
+    architecture = subject.architecture
+    outer: list[Part] = []
+    for stage in stages:
+        outer += [architecture.embedding] if stage.has_embedding else []
+        if stage.has_head:
+            outer.append(architecture.final_norm)
+            if architecture.head is not None:
+                outer.append(architecture.head)
+            elif not stage.has_embedding:  # a tied embedding has its own copy on the last stage
+                outer.append(architecture.embedding)
+    return local_parameters(outer, shape) + _in_layers(architecture, shape, stages, are_indexers=False)
 
 
 def _in_layers(architecture: Architecture, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:
@@ -83,20 +93,6 @@ def _in_layers(architecture: Architecture, shape: Layout, stages: Iterable[Stage
 
 def _parts(layers: Iterable[Layer], *, are_indexers: bool) -> list[Part]:
     return [part for layer in layers for part in layer.parts if (part.kind is PartKind.INDEXER) == are_indexers]
-
-
-def _outer(architecture: Architecture, shape: Layout, stages: Iterable[Stage]) -> LocalParameters:
-    held = LocalParameters()
-    for stage in stages:
-        if stage.has_embedding:
-            held += local_parameters([architecture.embedding], shape)
-        if stage.has_head:
-            held += local_parameters([architecture.final_norm], shape)
-            if architecture.head is not None:
-                held += local_parameters([architecture.head], shape)
-            elif not stage.has_embedding:  # a tied embedding has its own copy on the last stage
-                held += local_parameters([architecture.embedding], shape)
-    return held
 
 
 def _mtp(subject: Subject, shape: Layout, stages: Iterable[Stage], *, are_indexers: bool) -> LocalParameters:

@@ -37,25 +37,22 @@ class QuantisedWeights:
 
     @property
     def num_elements(self) -> int:
-        return sum(self.of_layer(layer) for layer in self.architecture.layers)
+        return sum(sum(self.sizes(layer)) for layer in self.architecture.layers)
 
     @property
     def num_bytes(self) -> int:
-        return sum(stored_bytes(size, self.precision) for layer in self.architecture.layers for size in self._sizes(layer))
+        return sum(stored_bytes(size, self.precision) for layer in self.architecture.layers for size in self.sizes(layer))
 
     @property
     def largest(self) -> int:
         """Elements of the largest matrix, counting all experts of a layer as one; a pass holds one dequantized copy of a matrix."""
-        return max(size for layer in self.architecture.layers for size in self._sizes(layer))
+        return max(size for layer in self.architecture.layers for size in self.sizes(layer))
 
     @property
     def note(self) -> str:
         return f"{billions(self.num_elements)} in {self.precision} with scales, {amount(self.num_bytes)}"
 
-    def of_layer(self, layer: Layer) -> int:
-        return sum(self._sizes(layer))
-
-    def _sizes(self, layer: Layer) -> list[int]:
+    def sizes(self, layer: Layer) -> list[int]:
         dense = [matrix.inputs * matrix.outputs for matrix in matrices(layer, self.architecture)]
         experts = self.architecture.experts
         if not layer.is_moe or experts is None:
@@ -66,20 +63,18 @@ class QuantisedWeights:
 
 def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
     """Return the parts of the peak memory of a GPU, without engines."""
-    config, architecture = subject.config, subject.architecture
-    num_ranks = layout_of(config).num_ranks
+    num_ranks = layout_of(subject.config).num_ranks
     items = list(_state_items(subject, num_ranks))
-    if subject.teacher is not None:
-        share = math.ceil(subject.teacher.architecture.num_parameters / num_ranks)
-        items.append(MemoryItem("teacher", FP32 * share, f"{billions(share)} x 4 bytes, fp32"))
-    if config.trains_values:
-        held = math.ceil(value_architecture(architecture).num_parameters / num_ranks)
-        note = f"{billions(held)} x 12 bytes: fp32 weights and two moments of AdamW; all other memory is shared with the policy in turns"
-        items.append(MemoryItem("value_model", 3 * FP32 * held, note))
+    for name, held in _further_models(subject, num_ranks):
+        if name == "value_model":
+            note = (
+                f"{billions(held)} x 12 bytes: fp32 weights and two moments of AdamW; all other memory is shared with the policy in turns"
+            )
+            items.append(MemoryItem(name, 3 * FP32 * held, note))
+        else:
+            items.append(MemoryItem(name, FP32 * held, f"{billions(held)} x 4 bytes, fp32"))
     gathered, activations = _gathered(subject), _activations(subject)
-    items.append(gathered)
-    items.append(activations)
-    items.append(_logits(subject))
+    items += [gathered, activations, _logits(subject)]
     if num_ranks > 1:
         items.append(MemoryItem("communication", COLLECTIVE_BYTES, "NCCL buffers of one communicator"))
     items.append(MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"))
@@ -91,7 +86,7 @@ def torch_trainer_items(subject: Subject) -> tuple[MemoryItem, ...]:
 
 
 def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
-    """Yield weights, gradients and optimizer of one rank, and the reference if it is a second model."""
+    """Yield weights, gradients and optimizer of one rank."""
     architecture, adapter = subject.architecture, subject.adapter
     held = architecture.num_parameters + subject.num_loaded_mtp_parameters
     share = math.ceil(held / num_ranks)
@@ -116,9 +111,17 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
         yield MemoryItem("weights", FP32 * share, f"{each} x 4 bytes, fp32{frozen}")
     yield MemoryItem("gradients", FP32 * trained, f"{billions(trained)} x 4 bytes, fp32")
     yield MemoryItem("optimizer", 2 * FP32 * trained, f"{billions(trained)} x 8 bytes: two fp32 moments of AdamW")
-    if subject.config.needs_reference and adapter is None:  # with an adapter, the reference is the policy without it
-        share = math.ceil(architecture.num_parameters / num_ranks)
-        yield MemoryItem("reference", FP32 * share, f"{billions(share)} x 4 bytes, fp32")
+
+
+def _further_models(subject: Subject, num_ranks: int) -> Iterator[tuple[str, int]]:
+    """Yield the items of models beside the policy, and their parameters on one of `num_ranks` ranks."""
+    models = {
+        # With an adapter, the reference is the policy without it.
+        "reference": subject.architecture if subject.config.needs_reference and subject.adapter is None else None,
+        "teacher": None if subject.teacher is None else subject.teacher.architecture,
+        "value_model": value_architecture(subject.architecture) if subject.config.trains_values else None,
+    }
+    yield from ((name, math.ceil(model.num_parameters / num_ranks)) for name, model in models.items() if model is not None)
 
 
 def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
@@ -140,16 +143,11 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
         yield MemoryItem("adapter", FP32 * trained, f"fp32 weights of the adapter {ranks}, {billions(trained)} x 4 bytes, {then}")
     moments = f"two fp32 moments of AdamW {ranks}, {billions(trained)} x 8 bytes, {then}"
     yield MemoryItem("offloaded_optimizer", 2 * FP32 * trained, moments)
-    if subject.config.needs_reference and adapter is None:
-        share = math.ceil(architecture.num_parameters / all_ranks) * num_ranks
-        yield MemoryItem("reference", FP32 * share, f"fp32 weights of the reference {ranks}, {billions(share)} x 4 bytes, {then}")
-    if subject.teacher is not None:
-        share = math.ceil(subject.teacher.architecture.num_parameters / all_ranks) * num_ranks
-        yield MemoryItem("teacher", FP32 * share, f"fp32 weights of the teacher {ranks}, {billions(share)} x 4 bytes, {then}")
-    if subject.config.trains_values:
-        held = math.ceil(value_architecture(architecture).num_parameters / all_ranks) * num_ranks
-        note = f"fp32 weights and moments of the value model {ranks}, {billions(held)} x 12 bytes, {then}"
-        yield MemoryItem("value_model", 3 * FP32 * held, note)
+    for name, share in _further_models(subject, all_ranks):
+        held, size = share * num_ranks, 3 * FP32 if name == "value_model" else FP32
+        kinds = "weights and moments" if name == "value_model" else "weights"
+        note = f"fp32 {kinds} of the {name.replace('_', ' ')} {ranks}, {billions(held)} x {size} bytes, {then}"
+        yield MemoryItem(name, size * held, note)
 
 
 def compute_bytes(subject: Subject) -> int:
@@ -163,7 +161,7 @@ def _gathered(subject: Subject) -> MemoryItem:
     trained_mtp = subject.loaded_mtp_layers if subject.config.train.enable_mtp_training else ()
     layer = max(layer.num_parameters for layer in (*architecture.layers, *trained_mtp))
     if quantised is not None:
-        layer = max(layer.num_parameters - quantised.of_layer(layer) for layer in architecture.layers)
+        layer = max(layer.num_parameters - sum(quantised.sizes(layer)) for layer in architecture.layers)
     outer = sum(part.num_parameters for part in architecture.outer_parts)
     size = compute_bytes(subject)
     units = f"two layers of {billions(layer)}, embedding and head of {billions(outer)}"
@@ -242,17 +240,14 @@ def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
         latent = (FP32 + rounded + size) * ((attention.q_lora_rank or 0) + attention.kv_lora_rank)
         heads = size * (2 * query_key + 2 * attention.num_heads * attention.v_head_dim) + latent
     heads += FP32 * attention.num_heads
-    kept = norms + heads + 4 * size * architecture.dense_size_of(layer) + _input_bytes(layer, hidden, size)
+    # Of a layer's own embedding: what its gate and its projection read, the gate, and the embedding.
+    own_input = size * (hidden + 4 * layer.input_size) if layer.input_size else 0
+    kept = norms + heads + 4 * size * architecture.dense_size_of(layer) + own_input
     if not layer.is_moe or experts is None:
         return kept
     copies = experts.num_experts_per_token * (2 * hidden + 4 * experts.intermediate_size)
     shared = 4 * experts.num_shared_experts * experts.intermediate_size
     return kept + size * (copies + shared) + FP32 * (hidden + 2 * experts.num_experts)
-
-
-def _input_bytes(layer: Layer, hidden: int, size: int) -> int:
-    """Return the bytes per token of a layer's own embedding: what its gate and its projection read, the gate, and the embedding."""
-    return size * (hidden + 4 * layer.input_size) if layer.input_size else 0
 
 
 def adapted_layer_bytes(layer: Layer, adapter: AdapterShape, size: int) -> float:

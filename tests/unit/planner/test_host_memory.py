@@ -97,8 +97,7 @@ def node_batches(flags: str, node: int) -> int:
     subject = subject_of(f"{GLM4_9B_PARALLEL} {flags}", "glm4-9b")
     layout = make_layout(subject)
     ranks = [gpu.trainer for gpu in layout.gpus if gpu.node == node and gpu.trainer is not None]
-    here = shares_here(subject, ranks, layout.dp, has_driver=node == 0)
-    return sample_bytes(subject).shares(here.num_packed + here.num_unpacked, layout.dp)
+    return sample_bytes(subject).shares(sum(shares_here(subject, ranks, layout.dp, has_driver=node == 0)), layout.dp)
 
 
 def test_a_node_has_what_its_replicas_train_on() -> None:

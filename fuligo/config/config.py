@@ -12,6 +12,7 @@ from pydantic import PrivateAttr
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config.flag import PREFIXES, option_name
+from fuligo.config.groups.sampling import RolloutFlags
 from fuligo.config.placement import Placement
 from fuligo.config.secret import Secret
 from fuligo.config.server_groups import TEACHER
@@ -27,10 +28,7 @@ class ServedModel:
 
 
 class Config(Placement):
-    """All settings of a run, grouped by concern: `config.rollout.rollout_batch_size`.
-
-    The properties assume a config that `validate` accepts.
-    """
+    """All settings of a run, grouped by concern. The properties assume a config that `validate` accepts."""
 
     _served_models: dict[str, ServedModel] = PrivateAttr(default_factory=dict)
 
@@ -100,8 +98,7 @@ class Config(Placement):
     @property
     def resolved_eps_clip_high(self) -> float:
         """Upper clip distance of the ratio; the lower one by default."""
-        high = self.algorithm.eps_clip_high
-        return self.algorithm.eps_clip if high is None else high
+        return self.algorithm.eps_clip if self.algorithm.eps_clip_high is None else self.algorithm.eps_clip_high
 
     @property
     def needs_reference(self) -> bool:
@@ -115,13 +112,10 @@ class Config(Placement):
         With one step per rollout, the step itself computes them, unless a hook or a KL term in rewards or advantages needs them earlier.
         With --use-rollout-logprobs, the engine's log-probabilities are used instead.
         """
-        if self.is_sft:
-            return False
-        if self.train.rollout_data_postprocess_path is not None:
-            return True
-        if self.algorithm.use_rollout_logprobs:
-            return False
-        return self.resolved_num_steps_per_rollout > 1 or self.algorithm.use_opd or self.algorithm.kl_coef != 0
+        if self.is_sft or self.train.rollout_data_postprocess_path is not None:
+            return not self.is_sft
+        needed = self.resolved_num_steps_per_rollout > 1 or self.algorithm.use_opd or self.algorithm.kl_coef != 0
+        return needed and not self.algorithm.use_rollout_logprobs
 
     @property
     def has_served_teacher(self) -> bool:
@@ -197,17 +191,12 @@ class Config(Placement):
         """True if engines receive the adapter by itself; otherwise they receive weights with the adapter merged in."""
         if not (self.uses_adapter and self.needs_engine) or self.lora.lora_sync == "merged":
             return False
-        return self.lora.lora_sync == "adapter" or (self.engines_can_take_adapter and not self.engine_capabilities.names_adapters)
+        return self.lora.lora_sync == "adapter" or (not self.no_adapter_because and not self.engine_capabilities.names_adapters)
 
     @property
     def syncs_quantised(self) -> bool:
         """True if weights are synced to engines that can serve a quantized `--hf-checkpoint`."""
         return self.needs_engine and self.engine_capabilities.serves_quantised and not self.debug.debug_rollout_only
-
-    @property
-    def engines_can_take_adapter(self) -> bool:
-        """True if engines can take an adapter by itself; otherwise `no_adapter_because` gives the reason."""
-        return not self.no_adapter_because
 
     @property
     def no_adapter_because(self) -> str:
@@ -258,40 +247,22 @@ class Config(Placement):
     @property
     def max_sample_tokens(self) -> int | None:
         """Longest trainable sample in tokens (prompt + response, or a whole conversation); None without a limit."""
-        limits = []
-        if self.rollout.rollout_max_context_len is not None:
-            limits.append(self.rollout.rollout_max_context_len)
-        if self.data.rollout_max_prompt_len is not None:
-            limits.append(self.data.rollout_max_prompt_len + (0 if self.is_sft else self.rollout.rollout_max_response_len))
-        return min(limits, default=None)
+        prompt, response = self.data.rollout_max_prompt_len, 0 if self.is_sft else self.rollout.rollout_max_response_len
+        limits = (self.rollout.rollout_max_context_len, None if prompt is None else prompt + response)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def eval_data_sets(self) -> dict[str, str]:
         """Dataset name -> file of `--eval-prompt-data` (not of `--eval-config`)."""
         given = self.eval.eval_prompt_data
-        if len(given) == 1:
-            return {"aime": given[0]}
-        return dict(zip(given[::2], given[1::2], strict=True))
+        return {"aime": given[0]} if len(given) == 1 else dict(zip(given[::2], given[1::2], strict=True))
 
     @property
-    def resolved_eval_max_response_len(self) -> int:
-        """Longest evaluation response, in tokens."""
-        return self.eval.eval_max_response_len or self.rollout.rollout_max_response_len
-
-    @property
-    def resolved_eval_temperature(self) -> float:
-        """Evaluation temperature; 0 is greedy."""
-        given = self.eval.eval_temperature
-        return self.rollout.rollout_temperature if given is None else given
-
-    @property
-    def resolved_eval_top_p(self) -> float:
-        return self.eval.eval_top_p or self.rollout.rollout_top_p
-
-    @property
-    def resolved_eval_top_k(self) -> int:
-        """Evaluation top-k; -1 keeps all tokens."""
-        return self.rollout.rollout_top_k if self.eval.eval_top_k is None else self.eval.eval_top_k
+    def eval_rollout(self) -> RolloutFlags:
+        """Sampling flags of evaluations: the rollout's, overridden by those of `eval` that are given."""
+        names = ("max_response_len", "temperature", "top_p", "top_k")
+        given = {f"rollout_{name}": getattr(self.eval, f"eval_{name}") for name in names}
+        return self.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     @property
     def resolved_eval_reward_key(self) -> str | None:

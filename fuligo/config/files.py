@@ -16,7 +16,7 @@ from fuligo.config.other_frameworks import GROUPS_OF_VERL, elsewhere
 from fuligo.config.passthrough import deprecation, resolved_value
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology_file import read_topology, topology_of
-from fuligo.config.yaml_text import compose, construct, read_yaml_text, yaml_problem
+from fuligo.config.yaml_text import compose, construct, entries, read_yaml_text, yaml_problem
 
 _HEADER = "# Every flag of this run with its final value. Run it again with: fuligo train --config {name} --run-dir NEW\n"
 _HEADER_SECRETS = "# Keys and passwords are not written: ${{NAME}} is taken from the environment of the command. Set {names}.\n"
@@ -87,7 +87,7 @@ class _Reader:
         self.problems = self.given.problems
 
     def read(self, root: yaml.MappingNode) -> None:
-        for group, node, place in self._entries(root):
+        for group, node, place in entries(root, self.path, self.problems):
             if group in GROUPS_OF_VERL and isinstance(node, yaml.MappingNode):
                 self.problems += (f"{self.path} line {line}: unknown key {name}{elsewhere(name)}" for name, line in _leaves(group, node))
             elif group not in sections():
@@ -96,26 +96,27 @@ class _Reader:
                 read = self._passed_on if group in BACKENDS else self._typed
                 self.given.assignments += read(group, node)
             elif node.tag != "tag:yaml.org,2002:null":
-                self.problems.append(f"{place}: {group} must hold flags, such as `{group}: {{{_first_flag(group)}: ...}}`")
+                first = next(iter(GROUPS[group].model_fields if group in GROUPS else passthrough_flags(group)))
+                self.problems.append(f"{place}: {group} must hold flags, such as `{group}: {{{first}: ...}}`")
 
     def _typed(self, group: str, node: yaml.MappingNode) -> Iterator[Assignment]:
-        for name, value_node, place in self._entries(node):
+        for name, value_node, place in entries(node, self.path, self.problems):
             flag = flags().get(name)
             origin = f"{place}, {group}.{name}"
             if flag is None:
-                self.problems.append(f"{place}: unknown key {name} in {group}{_suggest_keys(name)}")
+                near = (f"{key} (group {flags()[key].group})" for key in nearest(name.replace("-", "_"), flags()))
+                self.problems.append(f"{place}: unknown key {name} in {group}{elsewhere(name) or did_you_mean(near)}")
             elif flag.group != group:
                 self.problems.append(f"{place}: {name} belongs in the group {flag.group}, not in {group}")
-            elif flag.kind is Kind.TOPOLOGY:
-                yield from self._topology(flag, value_node, origin)
             else:
-                yield from self._value(flag, value_node, origin)
+                read = self._topology if flag.kind is Kind.TOPOLOGY else self._value
+                try:
+                    yield from read(flag, value_node, origin)
+                except yaml.YAMLError as error:
+                    self.problems.append(f"{origin}: {yaml_problem(error)}")
 
     def _value(self, flag: Flag, node: yaml.Node, origin: str) -> Iterator[Assignment]:
-        constructed = self._constructed(node, origin)
-        if constructed is None:
-            return
-        (value,) = constructed
+        value = construct(node)
         if _has_misplaced_bool(flag, value):
             self.problems.append(invalid_value(flag, value, origin))
         else:
@@ -125,10 +126,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             topology = topology_of(node, self.path)
         else:
-            constructed = self._constructed(node, origin)
-            if constructed is None:
-                return
-            (value,) = constructed
+            value = construct(node)
             if value is None:
                 yield Assignment(flag, None, origin)
                 return
@@ -144,12 +142,10 @@ class _Reader:
     def _passed_on(self, group: str, node: yaml.MappingNode) -> Iterator[Assignment]:
         backend = schema(group)
         seen: dict[str, str] = {}
-        for name, value_node, place in self._entries(node):
+        for name, value_node, place in entries(node, self.path, self.problems):
             origin = f"{place}, {group}.{name}"
-            problem = name_problem(backend, name)
-            constructed = self._constructed(value_node, origin) if problem is None else None
-            if constructed is None:
-                self.problems += [f"{origin}: {problem}"] if problem else []
+            if (problem := name_problem(backend, name)) is not None:
+                self.problems.append(f"{origin}: {problem}")
                 continue
             alias = backend.aliases.get(name)
             flag = backend.flags[alias.name if alias else name]
@@ -159,32 +155,14 @@ class _Reader:
             seen[flag.name] = name
             warning = deprecation(backend, name, str)
             self.given.warnings += [f"{place}: {warning}"] if warning else []
-            (value,) = constructed
             try:
+                value = construct(value_node)
                 given = None if value is None else resolved_value(backend, alias.value if alias else None, flag.name, value)
                 yield Assignment(flag, given, origin)
+            except yaml.YAMLError as error:
+                self.problems.append(f"{origin}: {yaml_problem(error)}")
             except ValueError as error:
                 self.problems.append(f"{origin}: {error}")
-
-    def _constructed(self, node: yaml.Node, origin: str) -> tuple[Any] | None:
-        """Return the value of a node in a tuple; None after recording a problem."""
-        try:
-            return (construct(node),)
-        except yaml.YAMLError as error:
-            self.problems.append(f"{origin}: {yaml_problem(error)}")
-            return None
-
-    def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Yield key, value node and place of each entry; report a repeated key, since YAML does not define which value counts."""
-        seen: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            key = str(key_node.value)
-            if key in seen:
-                self.problems.append(f"{self.path} line {line}: {key} is already given in line {seen[key]}")
-                continue
-            seen[key] = line
-            yield key, value_node, f"{self.path} line {line}"
 
 
 def _has_misplaced_bool(flag: Flag, value: Any) -> bool:
@@ -193,10 +171,6 @@ def _has_misplaced_bool(flag: Flag, value: Any) -> bool:
         return not isinstance(value, bool) and not (value is None and flag.optional)
     values = value if flag.kind.is_list and isinstance(value, list) else [value]
     return any(isinstance(item, bool) for item in values)
-
-
-def _first_flag(group: str) -> str:
-    return next(iter(GROUPS[group].model_fields if group in GROUPS else passthrough_flags(group)))
 
 
 def _leaves(name: str, node: yaml.MappingNode) -> Iterator[tuple[str, int]]:
@@ -215,8 +189,3 @@ def _unknown_group(group: str) -> str:
     if advice := elsewhere(group):
         return f"unknown key {group}{advice}"
     return f"unknown group {group}{did_you_mean(nearest(group, sections())) or '; the groups are ' + ', '.join(sections())}"
-
-
-def _suggest_keys(name: str) -> str:
-    names = nearest(name.replace("-", "_"), flags())
-    return elsewhere(name) or did_you_mean(f"{near} (group {flags()[near].group})" for near in names)

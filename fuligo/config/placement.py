@@ -34,10 +34,7 @@ def _defaults(names: tuple[str, ...]) -> tuple[tuple[str, str, object], ...]:
 
 
 class Placement(TypedFlags):
-    """All settings of a run, and the backends, processes and GPUs that follow from them.
-
-    The properties assume settings that `validate` accepts.
-    """
+    """All settings of a run, and the backends, processes and GPUs that follow from them if `validate` accepts them."""
 
     sglang: SglangArguments = SglangArguments()
     router: RouterArguments = RouterArguments()
@@ -160,11 +157,9 @@ class Placement(TypedFlags):
     @property
     def resolved_rollout_concurrency(self) -> int:
         """Requests in flight: as given (or chosen by the plan of a run on GPUs), else `REQUESTS_PER_ENGINE` for each engine."""
-        if self.rollout.rollout_concurrency is not None:
-            return self.rollout.rollout_concurrency
-        external = len(self.engine.rollout_external_engine_addrs)
         own = self.resolved_rollout_num_gpus // self.resolved_rollout_num_gpus_per_engine
-        return REQUESTS_PER_ENGINE * max(1, external or own)
+        num_engines = len(self.engine.rollout_external_engine_addrs) or own
+        return self.rollout.rollout_concurrency or REQUESTS_PER_ENGINE * max(1, num_engines)
 
     @property
     def num_rollout_only_gpus(self) -> int:

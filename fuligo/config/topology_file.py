@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -13,7 +12,7 @@ from fuligo.config.assignments import anchored_path
 from fuligo.config.flag import did_you_mean, nearest
 from fuligo.config.passthrough import SglangArguments, deprecation
 from fuligo.config.server_groups import ModelServers, ServerGroup
-from fuligo.config.yaml_text import compose, construct, read_yaml_text, yaml_problem
+from fuligo.config.yaml_text import compose, construct, entries, read_yaml_text, yaml_problem
 
 _SECTION = "sglang"
 _MODELS = TypeAdapter(list[ModelServers])
@@ -57,26 +56,21 @@ def topology_from_text(text: str, file: Path) -> Topology:
 def topology_of(node: yaml.Node, file: Path) -> Topology:
     """Read the list of models in a node of a file. Never raises: errors are in `problems`."""
     try:
-        twice = list(_repeated_keys(node, file))
+        twice: list[str] = []
+        warnings = list(_deprecations(node, file, twice))
         plain = construct(node)
+        if isinstance(plain, list):
+            models = [entry for entry in plain if isinstance(entry, dict) and "model_path" in entry]
+            for model in models:
+                model["model_path"] = anchored_path(model["model_path"], file.parent)
         try:
-            models = _MODELS.validate_python(_anchored_models(plain, file.parent))
+            models = _MODELS.validate_python(plain)
         except ValidationError as error:
             problems = [_problem(details, node, file) for details in error.errors()]
             return Topology(problems=list(dict.fromkeys([*twice, *problems])))
-        return Topology([] if twice else models, twice, list(_deprecations(node, file)))
+        return Topology([] if twice else models, twice, warnings)
     except yaml.YAMLError as error:
         return Topology(problems=[f"{file} line {node.start_mark.line + 1}: {yaml_problem(error)}"])
-
-
-def _anchored_models(plain: Any, base: Path) -> Any:
-    """Resolve model paths that begin with `./` or `../` from the directory of the file."""
-    if not isinstance(plain, list):
-        return plain
-    return [
-        {**entry, "model_path": anchored_path(entry["model_path"], base)} if isinstance(entry, dict) and "model_path" in entry else entry
-        for entry in plain
-    ]
 
 
 def _problem(details: ErrorDetails, node: yaml.Node, file: Path) -> str:
@@ -135,30 +129,13 @@ def _line(node: yaml.Node, location: Sequence[int | str]) -> int:
     return line + 1
 
 
-def _mappings(node: yaml.Node) -> Iterator[yaml.MappingNode]:
-    if isinstance(node, yaml.MappingNode):
-        yield node
-        children = [value for _, value in node.value]
-    else:
-        children = node.value if isinstance(node, yaml.SequenceNode) else []
-    for child in children:
-        yield from _mappings(child)
-
-
-def _repeated_keys(node: yaml.Node, file: Path) -> Iterator[str]:
-    for mapping in _mappings(node):
-        seen: dict[str, int] = {}
-        for key, _ in mapping.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in seen:
-                yield f"{file} line {line}: {name} is already given in line {seen[name]}"
-            seen[name] = line
-
-
-def _deprecations(node: yaml.Node, file: Path) -> Iterator[str]:
-    for mapping in _mappings(node):
-        for key, value in mapping.value:
-            if key.value == "overrides" and isinstance(value, yaml.MappingNode):
-                for argument, _ in value.value:
-                    if (text := deprecation(SglangArguments.schema(), str(argument.value), str)) is not None:
-                        yield f"{file} line {argument.start_mark.line + 1}: {text}"
+def _deprecations(node: yaml.Node, file: Path, twice: list[str], *, are_overrides: bool = False) -> Iterator[str]:
+    """Yield a warning for every deprecated argument in a node and those below it, and add every repeated key to `twice`."""
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            yield from _deprecations(child, file, twice)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value, place in entries(node, file, twice):
+            if are_overrides and (text := deprecation(SglangArguments.schema(), key, str)) is not None:
+                yield f"{place}: {text}"
+            yield from _deprecations(value, file, twice, are_overrides=key == "overrides")

@@ -1,5 +1,6 @@
 """Reader of untrusted YAML, with limits on length, depth and the number of values after aliases are expanded."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,20 @@ def construct(node: yaml.Node) -> Any:
         raise yaml.MarkedYAMLError(problem=said, problem_mark=node.start_mark) from None
 
 
-def load(text: str) -> Any:
-    """Return the plain value of a document, None if it is empty.
+def entries(node: yaml.MappingNode, file: Path, problems: list[str]) -> Iterator[tuple[str, yaml.Node, str]]:
+    """Yield key, value node and place of each entry; report a repeated key, since YAML does not define which value counts."""
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen:
+            problems.append(f"{file} line {line}: {key} is already given in line {seen[key]}")
+        else:
+            seen[key] = line
+            yield key, value_node, f"{file} line {line}"
 
-    Raises:
-        YAMLError: see `compose` and `construct`.
-    """
+
+def load(text: str) -> Any:
+    """Return the plain value of a document, None if it is empty. Raises YAMLError as `compose` and `construct` do."""
     root = compose(text)
     return None if root is None else construct(root)
 

@@ -86,17 +86,9 @@ class EvalSetSpec(FlagGroup):
 
     def sampling_params(self, config: Config) -> SamplingParams:
         """Return the sampling parameters of the dataset."""
-        rollout = config.rollout
-        return sampling_params(
-            rollout.model_copy(
-                update={
-                    "rollout_max_response_len": self.max_response_len or config.resolved_eval_max_response_len,
-                    "rollout_temperature": config.resolved_eval_temperature if self.temperature is None else self.temperature,
-                    "rollout_top_p": self.top_p or config.resolved_eval_top_p,
-                    "rollout_top_k": config.resolved_eval_top_k if self.top_k is None else self.top_k,
-                }
-            )
-        )
+        own = {f"rollout_{name}": getattr(self, name) for name in ("max_response_len", "temperature", "top_p", "top_k")}
+        given = {name: value for name, value in own.items() if value is not None}
+        return sampling_params(config.eval_rollout.model_copy(update=given))
 
 
 def eval_set_specs(config: Config) -> list[EvalSetSpec]:

@@ -114,7 +114,7 @@ TABLE: tuple[Rule[Config, Change], ...] = (
         unset_flag("ref_update_interval")),
     simple_rule("CFG-LORA-SYNC", "--lora-sync",
         "Reject --lora-sync adapter if engines cannot load an adapter, such as external engines, or with a transport other than tensor.",
-        lambda config: config.lora.lora_sync == "adapter" and config.needs_engine and not config.engines_can_take_adapter,
+        lambda config: config.lora.lora_sync == "adapter" and config.needs_engine and config.no_adapter_because,
         lambda config: f"--lora-sync adapter: {config.no_adapter_because}", set_flag("lora_sync", "merged")),
     simple_rule("CFG-LORA-BASE", "--lora-base-precision --train-backend",
         "Reject a quantized base with the Megatron trainer, whose parallel layers and checkpoints need floating-point matrices.",

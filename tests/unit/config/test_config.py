@@ -87,10 +87,10 @@ def test_evaluation_inherits_the_rollouts_sampling(make_config: MakeConfig) -> N
     own = make_config(**rollout, eval_temperature=0.1, eval_top_p=0.2, eval_top_k=-1, eval_max_response_len=5, eval_reward_key="score")
     for config, expected in ((inherited, (0.8, 0.9, 7, 99, "acc")), (own, (0.1, 0.2, -1, 5, "score"))):
         assert expected == (
-            config.resolved_eval_temperature,
-            config.resolved_eval_top_p,
-            config.resolved_eval_top_k,
-            config.resolved_eval_max_response_len,
+            config.eval_rollout.rollout_temperature,
+            config.eval_rollout.rollout_top_p,
+            config.eval_rollout.rollout_top_k,
+            config.eval_rollout.rollout_max_response_len,
             config.resolved_eval_reward_key,
         )
 

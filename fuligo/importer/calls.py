@@ -71,11 +71,7 @@ def find_training(words: Sequence[str]) -> Training | None:
 
 
 def find_submission(words: Sequence[str]) -> Submission | None:
-    """Return the job that a command submits, None for another command.
-
-    Raises:
-        ConfigError: an option has no value, the command is missing, or the environment is malformed.
-    """
+    """Return the job that a command submits, None for another command. Raises ConfigError if the command is incomplete or malformed."""
     if tuple(words[:3]) != ("ray", "job", "submit"):
         return None
     rest = list(words[3:])
@@ -104,9 +100,8 @@ def declared_environment(text: str) -> dict[str, str]:
     try:
         parsed = json.loads(text) if text.lstrip().startswith("{") else load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"cannot read the runtime environment {' '.join(text.split())[:200]}: {' '.join(str(error).split())}; write valid JSON or YAML"
-        ) from None
+        shown, said = " ".join(text.split())[:200], " ".join(str(error).split())
+        raise ConfigError(f"cannot read the runtime environment {shown}: {said}; write valid JSON or YAML") from None
     variables = parsed.get("env_vars", {}) if isinstance(parsed, dict) else None
     if not isinstance(variables, dict):
         raise ConfigError("cannot read the runtime environment: its env_vars must be an object that maps names to strings")
@@ -163,11 +158,6 @@ class Call:
         return self.words[0]
 
     @property
-    def unset_arrays(self) -> list[str]:
-        """Names of the unset arrays that the calling line of the script expands."""
-        return self.environment.get(_OWN_PREFIX + "UNSET", "").split()
-
-    @property
     def submission(self) -> str | None:
         """Number of the `ray job submit` call that runs this command; None if none does."""
         return self.environment.get(_OWN_PREFIX + "SUBMISSION")
@@ -222,9 +212,8 @@ def read_calls(calls: Iterable[Call], initial: Mapping[str, str]) -> Findings:
 def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], findings: Findings, *, is_followed: bool) -> None:
     if call.is_unknown and len(call.words) > 1 and call.words[1].startswith(("=", "+=")):
         sign, _, value = " ".join(call.words[1:]).partition("=")
-        raise ConfigError(
-            f"`{call}` is run as a command: an assignment has no spaces around `{sign}=`; write `{call.name}{sign}={value.strip()}`"
-        )
+        fix = f"an assignment has no spaces around `{sign}=`; write `{call.name}{sign}={value.strip()}`"
+        raise ConfigError(f"`{call}` is run as a command: {fix}")
     if call.is_unknown and call.name.startswith("--"):
         raise ConfigError(f"`{call}` is run as a command: the line before it ends without `\\`; add one, or remove these flags")
     submitted = find_submission(call.words)
@@ -233,7 +222,10 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
         return  # the stand-in runs its command, which is recorded too
     if training is not None:
         parent = call if submitted else calls.get(call.submission or "")
-        environment = {} if submitted else _exported(call.environment, parent.environment if parent else initial)
+        before = parent.environment if parent else initial
+        exported = {} if submitted else {name: value for name, value in call.environment.items() if before.get(name) != value}
+        internal = (_OWN_PREFIX, "BASH_FUNC_")
+        environment = {name: exported[name] for name in exported if name not in _SHELL_VARIABLES and not name.startswith(internal)}
         declared = find_submission(parent.words) if parent else None
         if parent and declared:
             file = declared_environment(parent.files.get(declared.environment_file, "{}")) if declared.environment_file else {}
@@ -241,7 +233,7 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
         for name, value in environment.items():
             if "${" in value:
                 findings.note(call, f"{name} is {value!r}: single quotes keep ${{...}} unexpanded")
-        for name in (parent or call).unset_arrays:
+        for name in (parent or call).environment.get(_OWN_PREFIX + "UNSET", "").split():  # arrays that the calling line expands
             findings.note(call, f"{name} is not set; ${{{name}[@]}} expands to nothing")
         files = call.files | (parent.files if parent else {})
         job = (training.arguments, training.is_async, training.is_slime)
@@ -252,12 +244,6 @@ def _read(call: Call, calls: Mapping[str, Call], initial: Mapping[str, str], fin
         if call.name in _RUNNERS:
             findings.runner = f"{call.place}: `{call.name}`"
         _note(call, findings)
-
-
-def _exported(environment: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a script exported to a command."""
-    skipped = {name for name in environment if name in _SHELL_VARIABLES or name.startswith((_OWN_PREFIX, "BASH_FUNC_"))}
-    return {name: value for name, value in environment.items() if name not in skipped and before.get(name) != value}
 
 
 def _note(call: Call, findings: Findings) -> None:

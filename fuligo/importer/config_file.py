@@ -1,7 +1,6 @@
 """Config file of an imported launch: the values that the script gives, under their groups."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,22 +50,19 @@ def _without_none(value: Any) -> Any:
 def imported_config(script: ImportedScript, *, slime_defaults: bool = True) -> ImportedConfig:
     """Build the config of the launch: flags, environment block, topology.
 
+    Raises a ConfigError with all unknown flags and invalid values, each with its line in the script.
+
     Args:
         slime_defaults: translate a command line of slime; if False, `train.py` takes fuligo's flags.
-
-    Raises:
-        ConfigError: unknown flags and invalid values, all of them, each with its line in the script.
     """
     try:
         return _imported(script, slime_defaults=slime_defaults)
     except ConfigError as error:
-        raise ConfigError(*(_with_place(script, problem) for problem in error.problems)) from None
-
-
-def _with_place(script: ImportedScript, problem: str) -> str:
-    """Prefix a problem with the line of the flag that it names first."""
-    option = _OPTION.search(problem)
-    return problem if option is None or problem.startswith(script.launch.place) else f"{script.place_of(option[0])}: {problem}"
+        placed = []
+        for problem in error.problems:
+            option = None if problem.startswith(script.launch.place) else _OPTION.search(problem)
+            placed.append(problem if option is None else f"{script.place_of(option[0])}: {problem}")
+        raise ConfigError(*placed) from None
 
 
 def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig:
@@ -79,10 +75,8 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
     arguments, topologies = _without_topology(arguments)
     line = read_command_line(arguments)
     if line.config_file is not None:
-        raise ConfigError(
-            f"{script.launch.place}: nothing to import, because the script's config is a file already: {line.config_file}; pass that file "
-            f"to fuligo train and fuligo plan with {CONFIG_OPTION}"
-        )
+        problem = f"nothing to import, because the script's config is a file already: {line.config_file}"
+        raise ConfigError(f"{script.launch.place}: {problem}; pass that file to fuligo train and fuligo plan with {CONFIG_OPTION}")
     for file in topologies:
         # Replace a topology file by its list of models: files that the script writes exist only in the sandbox.
         topology = topology_from_text(script.file_text(file), Path(file))
@@ -100,9 +94,8 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
     config, idle, left_out = _without_idle_flags(config)
     names = sorted({secret.variable for _, secret in config.secrets()})
     hidden = [f"the values of {', '.join(names)} are not written, because they may be secrets; set these variables where the run starts"]
-    return ImportedConfig(
-        config, tuple(each for each in given if each not in left_out), (*notes, *line.warnings, *idle, *(hidden if names else []))
-    )
+    kept = tuple(each for each in given if each not in left_out)
+    return ImportedConfig(config, kept, (*notes, *line.warnings, *idle, *(hidden if names else [])))
 
 
 def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[str, ...]]]:
@@ -119,9 +112,7 @@ def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[st
 
 def _without_topology(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Return the arguments without `--sglang-config`, and the values of its occurrences."""
-    rest: list[str] = []
-    files: list[str] = []
-    pending: Iterator[str] = iter(arguments)
+    rest, files, pending = [], [], iter(arguments)
     for argument in pending:
         option, equals, value = argument.partition("=")
         if option.replace("_", "-") == _TOPOLOGY_OPTION:

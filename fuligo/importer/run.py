@@ -107,18 +107,16 @@ def import_script(
 ) -> ImportedScript:
     """Run a launch script under bash in a sandbox where stand-ins record its commands.
 
+    Raises ConfigError if the script cannot be run, fails, or does not start exactly one training job.
+
     Args:
         arguments: the script's `$1`, `$2`, ...
-        environment: variables of the caller; the script sees only `CALLERS_VARIABLES` of them.
-        given: additional variables that the script sees.
+        environment: variables of the caller; the script sees only `CALLERS_VARIABLES` of them, and those that are `given`.
         root: folder that the script sees (default: its own).
         maps: folders that the script sees elsewhere, by path in the sandbox.
         has_nvlink: whether the `nvidia-smi` stand-in reports NVLink.
         trusted: if no sandbox can be built, run the script with stand-ins and limits only.
         seconds: time limit of each run of the script.
-
-    Raises:
-        ConfigError: the script cannot be run, fails, or does not start exactly one training job.
     """
     if not script.is_file():
         raise ConfigError(f"cannot import {script}: there is no such file; check the path")
@@ -128,20 +126,15 @@ def import_script(
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
     text = script.read_bytes().decode("utf-8", errors="replace")
     if "\r\n" in text:
-        raise ConfigError(
-            f"cannot import {script.name}: its lines end as on Windows, so bash reads `\\r` as a part of their last words; convert it with "
-            f"sed -i 's/\\r$//' {script.name}"
-        )
-    named = dict.fromkeys(_INTERPRETER.findall(text))
-    task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds, stand_ins=list(named))
+        problem = "its lines end as on Windows, so bash reads `\\r` as a part of their last words"
+        raise ConfigError(f"cannot import {script.name}: {problem}; convert it with sed -i 's/\\r$//' {script.name}")
+    named = list(dict.fromkeys(_INTERPRETER.findall(text)))
+    task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds, stand_ins=named)
     report = _run_all(task, trusted=trusted, has_maps=bool(maps))
     unset = _unset_variables(report, task)
     _check(report)
-    read = [
-        Call.read(name, text, report["records"].get(f"{name}.files", ""))
-        for name, text in report["records"].items()
-        if not name.endswith(".files")
-    ]
+    records = report["records"]
+    read = [Call.read(name, records[name], records.get(f"{name}.files", "")) for name in records if not name.endswith(".files")]
     findings = read_calls([call for call in read if call is not None], _environment(task, ""))
     launch = _only_launch(findings, report, task, unset)
     notes = [*findings.notes, *unset, *_missing_files(report, task)]
@@ -151,31 +144,26 @@ def import_script(
 
 
 def _only_launch(findings: Findings, report: Mapping[str, Any], task: _Script, unset: Sequence[str]) -> Launch:
-    """Return the training job that the script starts.
+    """Return the training job that the script starts. `unset`: sentences on the unset variables that the script reads.
 
-    Args:
-        unset: sentences on the unset variables that the script reads
-
-    Raises:
-        ConfigError: the script starts none or several, or an argument has the end of a line of Windows, from a file that the script reads.
+    Raises ConfigError if it starts none or several, or an argument has the end of a line of Windows, from a file that the script reads.
     """
     name = task.path.name
     if not findings.launches or report["stopped"] == "records":
         causes = [*unset, *(note for note in findings.notes if "taken as empty" in note)]
         if findings.runner is not None and not report["stopped"] and report["status"] == 0:
-            causes.append(
-                f"{findings.runner} is not run, and what it starts is not read; import a script that holds only the commands that it runs"
-            )
-        raise ConfigError(_no_launch(report, task, causes))
+            remedy = "import a script that holds only the commands that it runs"
+            causes.append(f"{findings.runner} is not run, and what it starts is not read; {remedy}")
+        printed = [line for line in report["output"].splitlines() if line.strip() and not line.startswith("+")]
+        said = f"; it printed: {printed[-1][:200]}" if printed else ""
+        raise ConfigError(f"{_end(report, task)} before it starts train.py{said}" + (f"; {causes[-1]}" if causes else ""))
     if len(findings.launches) > 1:
         places = ", ".join(launch.place for launch in findings.launches)
         raise ConfigError(f"cannot import {name}: it starts {len(findings.launches)} training jobs ({places}); keep one")
     [launch] = findings.launches
     if word := next((word for word in launch.arguments if "\r" in word), None):
-        raise ConfigError(
-            f"cannot import {name}: a file that it reads has lines that end as on Windows, so bash read {word!r} as an argument; convert "
-            "that file with sed -i 's/\\r$//'"
-        )
+        problem = f"a file that it reads has lines that end as on Windows, so bash read {word!r} as an argument"
+        raise ConfigError(f"cannot import {name}: {problem}; convert that file with sed -i 's/\\r$//'")
     return launch
 
 
@@ -185,7 +173,6 @@ def _only_launch(findings: Findings, report: Mapping[str, Any], task: _Script, u
 def _run_all(task: _Script, *, trusted: bool, has_maps: bool) -> dict[str, Any]:
     """Run the script until every interpreter that it names by path has a stand-in, and return the last report.
 
-    Without a sandbox, only a trusted script runs.
     Raises ConfigError if the script cannot be run, or no sandbox can be built and the script is not trusted or has --map.
     """
     try:
@@ -225,8 +212,7 @@ def _folders(script: Path, root: Path | None, maps: Mapping[str, Path], host_fil
 
 
 def _environment(task: _Script, folder: str) -> dict[str, str]:
-    base = {"HOME": "/root", "USER": "root", "LANG": "C.UTF-8", "TERM": "dumb"} | task.environment
-    return base | {"PATH": folder}
+    return {"HOME": "/root", "USER": "root", "LANG": "C.UTF-8", "TERM": "dumb"} | task.environment | {"PATH": folder}
 
 
 def _run(task: _Script, *options: str) -> dict[str, Any]:
@@ -242,15 +228,13 @@ def _job(task: _Script, state: str, folder: str, options: Sequence[str]) -> dict
     environment = _environment(task, folder) | {"BASH_ENV": f"{state}/preamble"}
     links = {f"{folder}/{name}": f"{state}/unknown" for name in commands.recorded}
     files = commands.files(state, folder, task.has_nvlink, trusted=not task.sandboxed)
+    binds: list[tuple[str, str]] = []
     if task.sandboxed:
+        binds += ((path, f"{folder}/{name}") for name, path in commands.tools.items())
+        binds += ((os.path.realpath(path), path) for path in commands.libraries)
         links |= dict.fromkeys(task.stand_ins, f"{state}/unknown")
         files["/etc/passwd"] = f"root:x:0:0:root:{environment['HOME']}:/bin/bash\n"
-        binds = [
-            *((path, f"{folder}/{name}") for name, path in commands.tools.items()),
-            *((os.path.realpath(path), path) for path in commands.libraries),
-        ]
     else:
-        binds = []
         links |= {f"{folder}/{name}": path for name, path in commands.tools.items()}
         environment["TMPDIR"] = f"{state}/tmp"
         files[f"{state}/tmp/.keep"] = ""
@@ -281,10 +265,8 @@ def _start(job: Mapping[str, Any], task: _Script) -> dict[str, Any]:
         report = json.loads(result.stdout)
     except ValueError:
         raise ConfigError(f"cannot run {task.path}: {result.stderr.decode(errors='replace').strip()[-500:]}") from None
-    if "unavailable" in report and task.sandboxed:
-        raise UnavailableError(task.path, report["unavailable"])
-    if "unavailable" in report:
-        raise ConfigError(f"cannot run {task.path}: {report['unavailable']}")
+    if (reason := report.get("unavailable")) is not None:
+        raise UnavailableError(task.path, reason) if task.sandboxed else ConfigError(f"cannot run {task.path}: {reason}")
     return report
 
 
@@ -308,7 +290,11 @@ def _unset_variables(report: Mapping[str, Any], task: _Script) -> list[str]:
             break
         if match:
             file, line, name = match.groups()
-            found.append(f"{Path(file).name} line {line}: {name} is not set and expands to nothing; {_how_to_set(name, task.path)}")
+            command, is_callers = f"fuligo import-script {task.path.name}", name in CALLERS_VARIABLES
+            setting = (
+                f"{name}=VALUE {command}" if is_callers else f"{command} {'ARGUMENT ...' if name.isdecimal() else f'--env {name}=VALUE'}"
+            )
+            found.append(f"{Path(file).name} line {line}: {name} is not set and expands to nothing; set it with: {setting}")
             if name.isdecimal() or not task.sandboxed:
                 break
             probe.environment[name] = ""
@@ -316,20 +302,8 @@ def _unset_variables(report: Mapping[str, Any], task: _Script) -> list[str]:
     return found
 
 
-def _how_to_set(name: str, script: Path) -> str:
-    if name.isdecimal():
-        return f"set it with: fuligo import-script {script.name} ARGUMENT ..."
-    if name in CALLERS_VARIABLES:
-        return f"set it with: {name}=VALUE fuligo import-script {script.name}"
-    return f"set it with: fuligo import-script {script.name} --env {name}=VALUE"
-
-
 def _check(report: Mapping[str, Any]) -> None:
-    """Refuse a script that bash ran only in part.
-
-    Raises:
-        ConfigError: a syntax error, or a sourced file that does not exist.
-    """
+    """Raise ConfigError if bash ran the script only in part: after a syntax error, or without a file that it sources."""
     if broken := _SYNTAX.search(report["output"]):
         file, line, text = broken.groups()
         raise ConfigError(f"{Path(file).name} line {line}: bash reports: {text}{_spacing_hint(Path(file), int(line))}")
@@ -387,9 +361,3 @@ def _end(report: Mapping[str, Any], task: _Script) -> str:
     if report["status"] < 0:
         return f"{place}: signal {-report['status']} ends the script (endless recursion?)"
     return f"{place}: the script ends with status {report['status']}"
-
-
-def _no_launch(report: Mapping[str, Any], task: _Script, causes: Sequence[str]) -> str:
-    printed = [line for line in report["output"].splitlines() if line.strip() and not line.startswith("+")]
-    said = f"; it printed: {printed[-1][:200]}" if printed else ""
-    return f"{_end(report, task)} before it starts train.py{said}" + (f"; {causes[-1]}" if causes else "")

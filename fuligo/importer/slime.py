@@ -100,9 +100,8 @@ def translate(training: Training) -> tuple[tuple[str, ...], list[str]]:
 
 
 def without_megatron(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the environment of a job without Megatron-LM's directories in its PYTHONPATH, and a note if there were any.
-
-    They would shadow the installed Megatron-Core, whose version the trainer needs.
+    """Return the environment of a job without Megatron-LM's directories in its PYTHONPATH, which would shadow the installed
+    Megatron-Core, and a note if there were any.
     """
     directories = environment.get(PYTHON_PATH, "").split(os.pathsep)
     kept = [directory for directory in directories if not PurePosixPath(directory).name.lower().startswith("megatron")]
@@ -136,9 +135,8 @@ def _fully_async(line: _Line) -> None:
         line.remove("rollout_function_path")
         line.remove("async_mode")
         line.add("async_mode", "full")
-        line.notes.append(
-            "slime's fully asynchronous rollout function is replaced by --async-mode full; limit the policy lag with --max-staleness"
-        )
+        replaced = "slime's fully asynchronous rollout function is replaced by --async-mode full"
+        line.notes.append(f"{replaced}; limit the policy lag with --max-staleness")
 
 
 def _distillation(line: _Line) -> None:
@@ -167,9 +165,8 @@ def _concurrency(line: _Line) -> None:
     num_requests = prompts * line.number("n_samples_per_prompt", 1)
     if limit < num_requests:
         line.add("rollout_concurrency", str(limit))
-        line.notes.append(
-            f"--sglang-server-concurrency {given}, which is per engine, is replaced by --rollout-concurrency {limit} for all engines"
-        )
+        ours = f"--rollout-concurrency {limit} for all engines"
+        line.notes.append(f"--sglang-server-concurrency {given}, which is per engine, is replaced by {ours}")
     else:
         line.notes.append(f"--sglang-server-concurrency {given} is left out: a rollout has at most {count(num_requests, 'request')}")
 
@@ -216,35 +213,26 @@ def _fill_defaults(line: _Line) -> None:
     for name, (value, is_relied_on) in _DEFAULTS.items():
         if not line.has(name) and is_relied_on(line):
             line.add(name, value)
-            line.notes.append(
-                f"{option_name(name)} is not given: slime's default {value} is filled in (fuligo's: {shown_default(flags()[name])})"
-            )
+            ours = shown_default(flags()[name])
+            line.notes.append(f"{option_name(name)} is not given: slime's default {value} is filled in (fuligo's: {ours})")
     if not line.has("rollout_max_response_len") and not _is_sft(line):
-        _limit_responses(line)
+        option = "--rollout-max-response-len is not given: slime's only limit"
+        if context := line.value("rollout_max_context_len"):
+            line.add("rollout_max_response_len", context)
+            line.notes.append(f"{option}, --rollout-max-context-len {context}, is filled in")
+        else:
+            default = flags()["rollout_max_response_len"].default
+            line.notes.append(f"{option} is the model's context, fuligo's is {default} tokens; set it")
     for name, column, is_read in (
         ("metadata_key", "metadata", line.has("custom_rm_path") or line.has("custom_generate_function_path")),
         ("tool_key", "tools", line.has("apply_chat_template")),
     ):
         if is_read and not line.has(name):
-            option = option_name(name)
-            line.notes.append(
-                f"{option} is not given: slime reads the column {column} where rows have it; if yours do, add {option} {column}"
-            )
+            where = f"slime reads the column {column} where rows have it"
+            line.notes.append(f"{option_name(name)} is not given: {where}; if yours do, add {option_name(name)} {column}")
     for name in ("attention_dropout", "hidden_dropout"):
         if line.value(name, _MEGATRON_DROPOUT) not in ("0", "0.0"):
             line.notes.append(f"{option_name(name)} is {line.value(name, _MEGATRON_DROPOUT)} in slime: fuligo trains without dropout")
-
-
-def _limit_responses(line: _Line) -> None:
-    """Limit responses as slime does, by the context length, if the script gives one; else note that it must be set."""
-    if context := line.value("rollout_max_context_len"):
-        line.add("rollout_max_response_len", context)
-        line.notes.append(f"--rollout-max-response-len is not given: slime's only limit, --rollout-max-context-len {context}, is filled in")
-    else:
-        default = flags()["rollout_max_response_len"].default
-        line.notes.append(
-            f"--rollout-max-response-len is not given: slime's only limit is the model's context, fuligo's is {default} tokens; set it"
-        )
 
 
 def _name_functions(line: _Line) -> None:

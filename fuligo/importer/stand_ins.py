@@ -48,12 +48,10 @@ class Commands:
     """Files that the tools load; none without a sandbox, where the script sees the whole machine."""
 
     def files(self, state: str, folder: str, has_nvlink: bool, *, trusted: bool) -> dict[str, str]:
-        """Return the texts of the preamble and the recorder, by the path at which to write them.
+        """Return the texts of the preamble and the recorder, by their paths in the directory `state`, which also holds the records.
 
-        Args:
-            state: directory of these files, in which the recorder also keeps its records.
-            folder: the only directory on the script's PATH.
-            trusted: the script runs without a sandbox, so bash's built-in `kill` is disabled, and calls of it are recorded.
+        `folder` is the only directory on the script's PATH. If `trusted`, the script runs without a sandbox, so bash's built-in `kill` is
+        disabled, and calls of it are recorded.
         """
         places = {"STATE": state, "BIN": folder, "TOPOLOGY": _WITH_NVLINK if has_nvlink else _WITHOUT_NVLINK}
 

@@ -43,7 +43,9 @@ def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[s
     if plan.layout is not None:
         _section(console, "Where", [*_trainer(plan.layout), *_engines(plan.layout, plan.capacities), *_disk(plan.disk)])
     if plan.choices:
-        _section(console, "Chosen for flags that are not given", _choices(plan, config))
+        options = [as_typed(change_text(change, config) for change in choice.changes) for choice in plan.choices]
+        lines = [Text.assemble((each, "green"), f"  {choice.reason}") for each, choice in zip(options, plan.choices)]
+        _section(console, "Chosen for flags that are not given", lines)
     if plan.memory:
         _section(console, "Memory", _memory(plan.memory, width, coloured))
     if plan.phases:
@@ -202,12 +204,6 @@ def _findings(findings: Sequence[Finding], config: Config) -> Iterator[Renderabl
             yield Padding(Text.assemble(("fix: ", "green"), fix), (0, 0, 0, 2), expand=False)
         if finding.advice:
             yield Padding(Text(finding.advice), (0, 0, 0, 2), expand=False)
-
-
-def _choices(plan: Plan, config: Config) -> Iterator[Text]:
-    for choice in plan.choices:
-        options = as_typed(change_text(change, config) for change in choice.changes)
-        yield Text.assemble((options, "green"), f"  {choice.reason}")
 
 
 def _verdict(plan: Plan) -> Text:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from fuligo.config import Config
 from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.layout.flops import forward_flops
-from fuligo.models.architecture import Architecture
 from fuligo.planner import speeds
 from fuligo.planner.lengths import average_prompt, average_response
 from fuligo.planner.memory.activations import BF16
@@ -34,7 +33,11 @@ class _Decoding:
 def rollout_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     """Estimate the rollout: all sampled responses, kept or not, all engines in parallel."""
     config, sampled = subject.config, sampled_groups(subject)
-    flops = _flops(subject, sampled)
+    forward, prompt, response = forward_flops(subject.rollout_architecture), average_prompt(config), average_response(config)
+    square = 2 * prompt * response + (2 * response) ** 2 / 3
+    # All tokens without drafts, counting each prompt once.
+    flops = sampled.started * forward.sequence(prompt, prompt**2, 0)
+    flops += sampled.decoded * config.rollout.n_samples_per_prompt * forward.sequence(response, square, response)
     groups_note = ""
     if sampled.started > config.rollout.rollout_batch_size:
         groups_note = f"; {sampled.started:.0f} groups started for the {config.rollout.rollout_batch_size} to keep"
@@ -129,7 +132,9 @@ def _steps(config: Config, sampled: SampledGroups, wave: float, running: float, 
 def _forward_s(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, batch: float) -> float:
     """Return the seconds of the matrix products that compute, or verify, the next tokens of `batch` requests."""
     architecture, num_tokens = subject.rollout_architecture, batch * memory.settings.draft_tokens
-    untouched = memory.expert_weights * (1 - _touched_experts(architecture, num_tokens))
+    # The share of the routed experts that no token uses is not read.
+    experts = architecture.experts
+    untouched = 0.0 if experts is None else (1 - experts.num_experts_per_token / experts.num_experts) ** num_tokens * memory.expert_weights
     read_s = (memory.weights - untouched) / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
     flops = forward_flops(architecture).per_token * num_tokens
     return max(read_s, flops / _engine_flops_per_s(subject, spec))
@@ -138,7 +143,7 @@ def _forward_s(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, ba
 def _draft_s(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, batch: float, layer_s: float) -> float:
     """Return the seconds in which the model's own MTP layers draft: as many passes as the drafts are deep, each through the head.
 
-    Returns 0 for a draft model of its own, whose sizes are unknown, and for drafts without a model.
+    A separate draft model, whose sizes are unknown, and drafts without a model count as 0.
     """
     architecture = subject.rollout_architecture
     if not memory.settings.drafts_with_own_layers:
@@ -150,12 +155,6 @@ def _draft_s(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, batc
     flops = (2.0 * matrices + forward_flops(architecture).per_logit) * batch
     pass_s = max(read_s, flops / _engine_flops_per_s(subject, spec)) + layer_s * len(architecture.mtp_layers)
     return memory.settings.draft_steps * pass_s
-
-
-def _touched_experts(architecture: Architecture, num_tokens: float) -> float:
-    """Return the share of the routed experts that `num_tokens` tokens use."""
-    experts = architecture.experts
-    return 1.0 if experts is None else 1 - (1 - experts.num_experts_per_token / experts.num_experts) ** num_tokens
 
 
 def _engine_flops_per_s(subject: Subject, spec: EngineGroupSpec) -> float:
@@ -187,12 +186,3 @@ def _embedded(subject: Subject, sampled: SampledGroups) -> _Decoding:
     read_s = (weights.num_bytes + cache.num_bytes / 2) / (subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH)
     step_s = read_s + speeds.EAGER_LAYER_S * architecture.num_layers
     return _Decoding(steps * step_s, min(running, tokens / steps), step_s)
-
-
-def _flops(subject: Subject, sampled: SampledGroups) -> float:
-    """Return the FLOPs of all tokens without drafts, counting each prompt once."""
-    config, forward = subject.config, forward_flops(subject.rollout_architecture)
-    prompt, response = average_prompt(config), average_response(config)
-    square = 2 * prompt * response + (2 * response) ** 2 / 3
-    prompts = sampled.started * forward.sequence(prompt, prompt**2, 0)
-    return prompts + sampled.decoded * config.rollout.n_samples_per_prompt * forward.sequence(response, square, response)

@@ -30,14 +30,18 @@ def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
     if sampling and config.debug.debug_rollout_only:
         return sampling
     trainer = [phase for phase in (score_phase(subject, layout), train_phase(subject, layout), optimizer_phase(subject, layout)) if phase]
-    moves = _moves(subject)
-    weight_sync = _weight_sync(subject)
-    sampled_s = step_seconds(sampling)
+    weight_sync, sampled_s = _weight_sync(subject), step_seconds(sampling)
     if not sampling or config.rollout.async_mode != "sync":
         start_of_sync = max(sum(phase.duration_s for phase in trainer), sampled_s)
         sync = [replace(weight_sync, start_s=start_of_sync)] if sampling else []
         return (*sampling, *_one_after_another(trainer, 0.0), *sync)
-    return (*sampling, *_one_after_another([*moves[:1], *trainer, weight_sync, *moves[1:]], sampled_s))
+    chain = [*trainer, weight_sync]
+    if config.offloads_trainer:
+        per_gpu, speed = moved_bytes(subject), speeds.HOST_COPY * subject.gpu.host_bytes_per_s
+        note = f"{per_gpu / 1e9:.1f} GB per GPU at {speed / 1e9:.0f} GB/s"
+        onload, offload = (Phase(name, "trainer", 0.0, per_gpu / speed, 0.0, note) for name in ("onload", "offload"))
+        chain = [onload, *chain, offload]
+    return (*sampling, *_one_after_another(chain, sampled_s))
 
 
 def step_seconds(phases: tuple[Phase, ...]) -> float:
@@ -102,26 +106,15 @@ def _one_after_another(chain: list[Phase], start_s: float) -> Iterator[Phase]:
         start_s += phase.duration_s
 
 
-def _moves(subject: Subject) -> list[Phase]:
-    """Return the onload and offload of the trainer's tensors (--colocate with --offload-train)."""
-    if not subject.config.offloads_trainer:
-        return []
-    per_gpu = moved_bytes(subject)
-    speed = speeds.HOST_COPY * subject.gpu.host_bytes_per_s
-    seconds = per_gpu / speed
-    note = f"{per_gpu / 1e9:.1f} GB per GPU at {speed / 1e9:.0f} GB/s"
-    return [Phase("onload", "trainer", 0.0, seconds, 0.0, note), Phase("offload", "trainer", 0.0, seconds, 0.0, note)]
-
-
 def _weight_sync(subject: Subject) -> Phase:
     speed = min(speeds.SYNC_BYTES_PER_S, subject.gpu.link_bytes_per_s)
     if subject.adapter is not None and subject.config.syncs_adapter:
         size = FP32 if subject.config.engine.embedded_dtype == "fp32" else BF16
         num_bytes = size * subject.adapter.num_parameters
         note = f"{amount(num_bytes)}, only the adapter, at {speed / 1e9:.0f} GB/s; the first sync also sends the base weights"
-        return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)
-    architecture = subject.rollout_architecture
-    parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
-    num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
-    note = f"{num_bytes / 1e9:.0f} GB, sent in full to each GPU of an engine, at {speed / 1e9:.0f} GB/s"
+    else:
+        architecture = subject.rollout_architecture
+        parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
+        num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
+        note = f"{num_bytes / 1e9:.0f} GB, sent in full to each GPU of an engine, at {speed / 1e9:.0f} GB/s"
     return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)

@@ -68,7 +68,10 @@ def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
     # Without an adapter, the reference's weights are others than the policy's.
     swapped = [model for name, model in wanted.items() if name == "teacher" or (name == "reference" and subject.adapter is None)]
     if subject.is_megatron and swapped:
-        swaps_s = sum(_swaps_s(model, shape, layout) for model in swapped)
+        stages_of = [[stage for stage in layout.stages if stage.pipeline_rank == rank] for rank in range(shape.pp)]
+        num_bytes = sum(max(trainer_state(model, shape, stages).weights for stages in stages_of) for model in swapped)
+        # Megatron swaps another model's weights in and out: four copies between GPU and host.
+        swaps_s = 4 * num_bytes / (speeds.HOST_COPY * subject.gpu.host_bytes_per_s)
         seconds += swaps_s
         note += f", {swaps_s:.1f} s for swaps of weights with the host"
     return Phase("score", "trainer", 0.0, seconds, flops, note)
@@ -109,47 +112,35 @@ def num_trained_models(subject: Subject) -> int:
     return 1 + subject.config.trains_values
 
 
-def rollout_forward_flops(subject: Subject) -> float:
-    """Return the FLOPs of one forward pass over all samples of a rollout, each by itself.
+def rollout_forward_flops(subject: Subject, num_sharing: int = 1) -> float:
+    """Return the FLOPs of one forward pass over all samples of a rollout, of which `num_sharing` share the computation of their prompt.
 
-    Response lengths are uniform up to the longest, so their mean square is longest^2 / 3.
+    Every response still attends to its whole prompt. Lengths are uniform up to the longest, so their mean square is longest^2 / 3.
     """
     config = subject.config
     prompt, response = average_prompt(config), average_response(config)
-    longest = 2 * response
-    square = prompt**2 + 2 * prompt * response + longest**2 / 3
-    return config.samples_per_rollout * forward_flops(subject.architecture).sequence(prompt + response, square, response)
+    square = prompt**2 / num_sharing + 2 * prompt * response + (2 * response) ** 2 / 3
+    return config.samples_per_rollout * forward_flops(subject.architecture).sequence(prompt / num_sharing + response, square, response)
 
 
 def trainer_forward_flops(subject: Subject, shape: Layout) -> float:
-    """Return the FLOPs of one forward pass of the trainer over all samples of a rollout, with shared prompts computed once.
-
-    Every response still attends to its whole prompt.
-    """
-    config = subject.config
-    prompt, response = average_prompt(config), average_response(config)
-    square = prompt**2 / samples_per_tree(config, shape) + 2 * prompt * response + (2 * response) ** 2 / 3
-    return config.samples_per_rollout * forward_flops(subject.architecture).sequence(computed_tokens(config, shape), square, response)
+    """Return the FLOPs of one forward pass of the trainer over all samples of a rollout, with shared prompts computed once."""
+    return rollout_forward_flops(subject, samples_per_tree(subject.config, shape))
 
 
 def recomputed_passes(subject: Subject) -> float:
     """Return the recomputed share of the forward pass: 1 with full recomputation, a part of the layers with its block method, else 0."""
-    config = subject.config
-    if config.model.gradient_checkpointing:
+    flags = subject.config.parallel
+    if subject.config.model.gradient_checkpointing:
         return 1.0
-    flags = config.parallel
-    if flags.recompute_granularity != "full":
-        return 0.0
-    if flags.recompute_method != "block":
-        return 1.0
+    if flags.recompute_granularity != "full" or flags.recompute_method != "block":
+        return float(flags.recompute_granularity == "full")
     layers_of_stage = subject.architecture.num_layers / flags.pipeline_model_parallel_size
     return min(1.0, (flags.recompute_num_layers or 1) / layers_of_stage)
 
 
 def pipeline_bubble(subject: Subject, shape: Layout) -> float:
     """Return the share of time that a stage waits: (pp - 1) / (m v + pp - 1) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
-    if shape.pp == 1:
-        return 0.0
     return (shape.pp - 1) / (num_micro_batches(subject, shape) * shape.vpp + shape.pp - 1)
 
 
@@ -180,13 +171,6 @@ def launch_s(subject: Subject, shape: Layout, extra_layers: tuple[Layer, ...] = 
     per_micro_batch = num_experts_layers * speeds.LAUNCH_EXPERTS_S + (len(layers) - num_experts_layers) * other
     num_passes = num_micro_batches(subject, shape) * subject.config.resolved_num_steps_per_rollout
     return num_passes * per_micro_batch / shape.pp
-
-
-def _swaps_s(subject: Subject, shape: Layout, layout: ClusterLayout) -> float:
-    """Return the seconds in which Megatron swaps another model's weights in and out: four copies between GPU and host."""
-    stages_of = [[stage for stage in layout.stages if stage.pipeline_rank == rank] for rank in range(shape.pp)]
-    num_bytes = 4 * max(trainer_state(subject, shape, stages).weights for stages in stages_of)
-    return num_bytes / (speeds.HOST_COPY * subject.gpu.host_bytes_per_s)
 
 
 def _expert_exchange_s(subject: Subject, shape: Layout, layout: ClusterLayout, passes: float) -> float:

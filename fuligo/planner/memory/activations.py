@@ -46,7 +46,9 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
     attention = _attention(architecture, shape) + copied + BF16 * normed_head_elements(layer, architecture) / shape.tp
     added = None if adapter is None else _adapter(layer, adapter, shape)
     if added is not None:
-        attention += added.attention - BF16 * _normed_latents(architecture)
+        if isinstance(latent := architecture.attention, LatentAttention):  # only the matrices that read normed latents keep them
+            attention -= BF16 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
+        attention += added.attention
         normed = added.norm_outputs
     # The chosen tokens, replicated over tensor-parallel ranks. The indexer itself has no gradient.
     index = INDEX * architecture.sparse_index.top_k if layer.computes_index and architecture.sparse_index else 0
@@ -69,10 +71,7 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
 def copied_elements(layer: Layer, architecture: Architecture, shape: Layout, config: Config, *, num_bytes: int = BF16) -> float:
     """Return the number of copied key and value elements per token of a row that a layer keeps, because responses share a prompt.
 
-    In bf16, grouped heads without sinks keep none: their kernel copies keys and values again in the backward pass.
-
-    Args:
-        num_bytes: bytes per element.
+    In bf16 (`num_bytes` per element), grouped heads without sinks keep none: their kernel copies them again in the backward pass.
     """
     attention = architecture.attention_of(layer)
     if num_bytes == BF16 and isinstance(attention, GroupedAttention) and not attention.has_sinks:
@@ -145,12 +144,6 @@ def _attention(architecture: Architecture, shape: Layout) -> float:
     value_output = 2 * heads * attention.v_head_dim
     latent = 2 * ((attention.q_lora_rank or 0) + attention.kv_lora_rank) + attention.qk_rope_head_dim
     return BF16 * (query_key + value_output + latent) + FP32 * heads
-
-
-def _normed_latents(architecture: Architecture) -> int:
-    """Return the elements of the normed latents, which only the matrices that read them keep."""
-    attention = architecture.attention
-    return 0 if isinstance(attention, GroupedAttention) else (attention.q_lora_rank or 0) + attention.kv_lora_rank
 
 
 @dataclass(frozen=True, slots=True)

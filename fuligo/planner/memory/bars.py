@@ -12,8 +12,9 @@ from fuligo.planner.memory.engine import (
     engine_resident_items,
 )
 from fuligo.planner.memory.host import engine_on_host, host_items, moved_bytes
+from fuligo.planner.memory.parameters import TRAINER_LEFT_BYTES
 from fuligo.planner.memory.torch_trainer import torch_trainer_items
-from fuligo.planner.memory.trainer import trainer_items, trainer_left_bytes, trainer_resident_bytes
+from fuligo.planner.memory.trainer import trainer_items, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
 
@@ -21,12 +22,12 @@ from fuligo.planner.subject import Subject
 def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:
     """Return the peak memory of each kind of GPU, trainer before engines, and of the host.
 
-    Args:
-        host_memory_bytes: memory of a node; None: that of the vendor's own servers with this GPU.
+    `host_memory_bytes`: memory of a node; None: that of the vendor's own servers with this GPU.
     """
     planned = planned_engines(subject)
     trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
-    left_over = _trainer_bytes(subject) + trainer_left_bytes(subject) if _trains_there(subject) else 0
+    # In the first step, PyTorch's allocator and CUDA's libraries take more memory, and keep it.
+    left_over = _trainer_bytes(subject) + (TRAINER_LEFT_BYTES if subject.is_megatron else 0) if _trains_there(subject) else 0
     engines = [
         MemoryBar(
             owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",

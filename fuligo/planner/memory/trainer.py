@@ -18,7 +18,6 @@ from fuligo.planner.memory.parameters import (
     POINT_TO_POINT_BYTES,
     SPLIT_FRAGMENTATION,
     TRAINER_HELD_BYTES,
-    TRAINER_LEFT_BYTES,
     TRAINER_WORKSPACE_BYTES,
     LocalParameters,
     adapter_parameters,
@@ -99,9 +98,8 @@ def adam_bytes(subject: Subject) -> int:
     if not subject.config.optimizer.use_precision_aware_optimizer or subject.config.optimizer.optimizer_cpu_offload:
         return 3 * FP32
     megatron = subject.config.megatron
-    main, first, second = (
-        DTYPE_BYTES.get(str(megatron.get(name) or "fp32"), FP32) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    )
+    names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    main, first, second = (DTYPE_BYTES.get(str(megatron.get(name) or "fp32"), FP32) for name in names)
     keeps_remainder = main == FP32 and megatron.get("store_param_remainders") is not False
     return (BF16 if keeps_remainder else main) + first + second
 
@@ -131,11 +129,6 @@ def trainer_items(subject: Subject, layout: ClusterLayout, pipeline_rank: int) -
         MemoryItem("workspace", TRAINER_WORKSPACE_BYTES, "Transformer Engine, cuBLAS and the micro-batch; measured"),
         MemoryItem("runtime", CUDA_CONTEXT_BYTES, "CUDA context, kernels, cuBLAS workspace"),
     )
-
-
-def trainer_left_bytes(subject: Subject) -> int:
-    """Return the bytes that PyTorch's allocator and CUDA's libraries add to `trainer_resident_bytes` in the first step and keep."""
-    return TRAINER_LEFT_BYTES if subject.is_megatron else 0
 
 
 def trainer_resident_bytes(subject: Subject) -> int:
@@ -187,9 +180,8 @@ def _state_items(subject: Subject, shape: Layout, state: TrainerState) -> Iterat
         split += f", {billions(base.experts)} of experts over EP {shape.ep} x ETP {shape.etp}"
     if adapter is None:
         frozen = f", {billions(state.frozen.total)} frozen MTP parameters" if state.frozen.total else ""
-        yield MemoryItem(
-            "weights", state.weights, f"{billions((trained + state.frozen).total)} parameters per GPU {split}{frozen}) x 2 bytes"
-        )
+        note = f"{billions((trained + state.frozen).total)} parameters per GPU {split}{frozen}) x 2 bytes"
+        yield MemoryItem("weights", state.weights, note)
     else:
         yield MemoryItem("weights", state.weights, f"{billions(base.total)} parameters per GPU {split}), frozen, x 2 bytes")
         held = f"{billions(trained.total)} parameters of the adapter of rank {adapter.config.rank} per GPU"
@@ -200,9 +192,8 @@ def _state_items(subject: Subject, shape: Layout, state: TrainerState) -> Iterat
     sharded = optimizer_parameters(subject, shape, trained)
     spread = f"{billions(sharded)} of {billions(trained.total)} parameters"
     if subject.config.optimizer.use_distributed_optimizer:
-        spread += f" (dense over DP x CP {shape.shards_dense_optimizer}" + (
-            f", experts over expert DP {shape.expert_dp})" if trained.experts else ")"
-        )
+        experts = f", experts over expert DP {shape.expert_dp}" if trained.experts else ""
+        spread += f" (dense over DP x CP {shape.shards_dense_optimizer}{experts})"
     share = offloaded_share(subject)
     where = f", {share:.0%} of the state on the CPU" if share else ""
     yield MemoryItem("optimizer", state.optimizer, f"{spread} x {adam_bytes(subject)} bytes{where}")
@@ -235,18 +226,15 @@ def _activations(subject: Subject, shape: Layout, stages: list[Stage], pipeline_
     stored = max(_stored(chunk, config) for chunk in chunks)
     if shape.vpp > 1:  # outputs of interleaved stages are kept until their backward pass
         stored += BF16 * architecture.hidden_size / shape.shards_sequence
-    copies = max(_adapter_copies(subject, shape, stage) for stage in stages)
+    copies = 0  # of A and B in bf16, which a stage's forward pass casts and keeps unless it is computed again
+    if subject.adapter is not None and config.parallel.recompute_granularity != "full":
+        copies = BF16 * max(adapter_parameters(subject.adapter, shape, [stage]).total for stage in stages)
     each = f"{tokens} tokens x {stored / 1024:.0f} KiB"
     if copies:
         each = f"({each} + {amount(copies)} of A and B in bf16)"
     recompute = config.parallel.recompute_granularity or "no"
-    items = [
-        MemoryItem(
-            "activations",
-            round((tokens * stored + copies) * in_flight),
-            f"{each} x {in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight; {recompute} recomputation",
-        )
-    ]
+    note = f"{each} x {in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight; {recompute} recomputation"
+    items = [MemoryItem("activations", round((tokens * stored + copies) * in_flight), note)]
     layer_work = tokens * max((_working(chunk, config) for chunk in chunks if chunk), default=0.0)
     logits = logits_bytes(architecture, shape, min(config.train.log_probs_chunk_size, tokens)) if stages[-1].has_head else 0
     if logits > layer_work:
@@ -268,13 +256,6 @@ def _chunk(layers: Iterable[Layer], subject: Subject, shape: Layout) -> list[Lay
             kinds[kind] = layer_bytes(layer, subject.architecture, shape, subject.config, adapter)
         chunk.append(kinds[kind])
     return chunk
-
-
-def _adapter_copies(subject: Subject, shape: Layout, stage: Stage) -> int:
-    """Return the bytes of A and B in bf16, which a stage's forward pass casts and keeps unless it is computed again."""
-    if subject.adapter is None or subject.config.parallel.recompute_granularity == "full":
-        return 0
-    return BF16 * adapter_parameters(subject.adapter, shape, [stage]).total
 
 
 def _stored(chunk: list[LayerBytes], config: Config) -> float:

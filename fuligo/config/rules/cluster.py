@@ -230,15 +230,11 @@ def one_model_follows_the_trainer(config: Config) -> Iterator[Violation]:
     if twice is not None:
         yield Violation(f"--sglang-config: two models are named {twice}", advice="give each model its own name; hooks and logs use it")
     elif not following and not config.debug.debug_rollout_only:
-        yield Violation(
-            "--sglang-config: no model receives the trainer's weights: none has `update_weights: true`, and none is --hf-checkpoint",
-            advice="set `update_weights: true` for the model to sample rollouts from",
-        )
+        text = "--sglang-config: no model receives the trainer's weights: none has `update_weights: true`, and none is --hf-checkpoint"
+        yield Violation(text, advice="set `update_weights: true` for the model to sample rollouts from")
     elif len(following) > 1 and not config.debug.debug_rollout_only:
-        yield Violation(
-            f"--sglang-config: {' and '.join(following)} would receive the trainer's weights, but rollouts are sampled from one model",
-            advice="set `update_weights: false` for the others, or make them server groups of one model",
-        )
+        text = f"--sglang-config: {' and '.join(following)} would receive the trainer's weights, but rollouts are sampled from one model"
+        yield Violation(text, advice="set `update_weights: false` for the others, or make them server groups of one model")
 
 
 # fmt: off

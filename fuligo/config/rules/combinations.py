@@ -100,13 +100,11 @@ def uploads_are_exports(config: Config) -> Iterator[Violation]:
     name = config.checkpoint.push_to_hub
     if name is not None:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            yield Violation(
-                f"--push-to-hub {name} is not ORG/NAME", advice="use the name of a repository on the Hub", flags=("--push-to-hub",)
-            )
+            text = f"--push-to-hub {name} is not ORG/NAME"
+            yield Violation(text, advice="use the name of a repository on the Hub", flags=("--push-to-hub",))
         elif config.checkpoint.save_hf is None:
-            yield Violation(
-                f"--push-to-hub {name} uploads the exports of --save-hf, which is not given", advice="use --save-hf 'DIR/{rollout_id}'"
-            )
+            text = f"--push-to-hub {name} uploads the exports of --save-hf, which is not given"
+            yield Violation(text, advice="use --save-hf 'DIR/{rollout_id}'")
 
 
 @rule("CFG-ROLLOUT-ID-PATH", "--save-debug-rollout-data", "--load-debug-rollout-data", "--save-hf")
@@ -189,10 +187,8 @@ def environment_names_are_names(config: Config) -> Iterator[Violation]:
     """Require letters, digits and underscores in names of environment variables."""
     if odd := [name for name in config.engine_environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]:
         problem = "is not a valid name of an environment variable" if len(odd) == 1 else "are not valid names of environment variables"
-        yield Violation(
-            f"--env or --engine-env: {', '.join(map(repr, odd))} {problem}",
-            advice="use letters, digits and underscores",
-        )
+        text = f"--env or --engine-env: {', '.join(map(repr, odd))} {problem}"
+        yield Violation(text, advice="use letters, digits and underscores")
 
 
 @rule("CFG-TURN-REWARDS", "--turn-rewards")
@@ -202,11 +198,8 @@ def turn_rewards_are_all_rewards(config: Config) -> Iterator[Violation]:
     found = next((name for name in others if getattr(config.reward, name)), None)
     if config.algorithm.turn_rewards and found is not None:
         option = option_name(found)
-        yield Violation(
-            f"--turn-rewards takes the rewards that the environment gives to turns; {option} rewards whole episodes",
-            (unset_flag(found),),
-            flags=("--turn-rewards", option),
-        )
+        text = f"--turn-rewards takes the rewards that the environment gives to turns; {option} rewards whole episodes"
+        yield Violation(text, (unset_flag(found),), flags=("--turn-rewards", option))
 
 
 @rule("CFG-AGENT", "--agent")
@@ -225,9 +218,8 @@ def agent_is_the_only_generator(config: Config) -> Iterator[Violation]:
         }
         if (found := next(((name, why) for name, (value, why) in others.items() if value), None)) is not None:
             option = option_name(found[0])
-            yield Violation(
-                f"--agent {rollout.agent} and {option} cannot be combined: {option} {found[1]}", (unset_flag(found[0]),), flags=(option,)
-            )
+            text = f"--agent {rollout.agent} and {option} cannot be combined: {option} {found[1]}"
+            yield Violation(text, (unset_flag(found[0]),), flags=(option,))
 
 
 def _filters_by_deviation(config: Config) -> bool:

@@ -62,9 +62,8 @@ def learning_rate_of_full_fine_tuning(config: Config) -> Iterator[Violation]:
     lr = config.optimizer.lr
     if config.uses_adapter and config.trains and lr < 4e-6:
         better = _SFT_LR if config.is_sft else _RL_LR
-        yield Violation(
-            f"--lr {lr:g} is a learning rate for full fine-tuning; an adapter needs about ten times as much", (set_flag("lr", better),)
-        )
+        text = f"--lr {lr:g} is a learning rate for full fine-tuning; an adapter needs about ten times as much"
+        yield Violation(text, (set_flag("lr", better),))
 
 
 def _trains_adapter(config: Config) -> bool:

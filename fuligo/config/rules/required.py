@@ -160,7 +160,5 @@ def micro_batches_have_a_limit(config: Config) -> Iterator[Violation]:
     """Require a token limit for packing by tokens."""
     if config.train.use_dynamic_batch_size and not config.train.max_tokens_per_gpu:
         tokens = -(-(config.max_sample_tokens or _TOKENS) // config.parallel.context_parallel_size)
-        yield Violation(
-            "--use-dynamic-batch-size needs --max-tokens-per-gpu, the limit of tokens per rank, on CPUs too",
-            (set_flag("max_tokens_per_gpu", tokens),),
-        )
+        text = "--use-dynamic-batch-size needs --max-tokens-per-gpu, the limit of tokens per rank, on CPUs too"
+        yield Violation(text, (set_flag("max_tokens_per_gpu", tokens),))

@@ -29,10 +29,8 @@ def complete_routing_record(config: Config) -> Iterator[Violation]:
         groups = engine_groups(config)
         holes = dict.fromkeys(hole for group in groups if group.model == policy_model(config) for hole in _holes(group))
         if holes:
-            yield Violation(
-                f"--use-rollout-routing-replay with {' and '.join(holes)}: SGLang's record of experts would be incomplete",
-                advice="remove these settings, or use --use-routing-replay",
-            )
+            text = f"--use-rollout-routing-replay with {' and '.join(holes)}: SGLang's record of experts would be incomplete"
+            yield Violation(text, advice="remove these settings, or use --use-routing-replay")
 
 
 def _holes(group: EngineGroupSpec) -> Iterator[str]:

@@ -29,9 +29,8 @@ def global_batch_divides_rollout(config: Config) -> Iterator[Violation]:
     size, samples = config.train.global_batch_size, config.samples_per_rollout
     if size is not None and config.train.num_steps_per_rollout is None and samples % size != 0:
         problem = "exceeds a rollout" if size > samples else "does not divide a rollout"
-        yield Violation(
-            f"--global-batch-size {size} {problem} ({_samples(config)})", (set_flag("global_batch_size", _largest_divisor(samples, size)),)
-        )
+        text = f"--global-batch-size {size} {problem} ({_samples(config)})"
+        yield Violation(text, (set_flag("global_batch_size", _largest_divisor(samples, size)),))
 
 
 @rule("CFG-NUM-STEPS", "--num-steps-per-rollout", "--rollout-batch-size", "--n-samples-per-prompt")
@@ -88,9 +87,8 @@ def top_k_keeps_a_token(config: Config) -> Iterator[Violation]:
     zero = [name for name, value in (("rollout_top_k", config.rollout.rollout_top_k), ("eval_top_k", config.eval.eval_top_k)) if value == 0]
     if zero:
         options = tuple(option_name(name) for name in zero)
-        yield Violation(
-            f"{' and '.join(options)} 0 keeps no token; -1 keeps all", tuple(set_flag(name, -1) for name in zero), flags=options
-        )
+        text = f"{' and '.join(options)} 0 keeps no token; -1 keeps all"
+        yield Violation(text, tuple(set_flag(name, -1) for name in zero), flags=options)
 
 
 @rule("CFG-MIN-LR", "--min-lr", "--lr", "--critic-lr")

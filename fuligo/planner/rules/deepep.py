@@ -127,10 +127,8 @@ def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Violation]:
         return
     given = config.cluster.env.get(name)
     cause = shown(engines[0], "moe_a2a_backend") if engines else "--moe-enable-deepep"
-    yield Violation(
-        f"{cause} spans nodes and needs {name}=1 in --env, " + (f"but it is {given}" if given else "but it is not set"),
-        ((Change(("cluster", "env", name), "1"),),),
-    )
+    text = f"{cause} spans nodes and needs {name}=1 in --env, " + (f"but it is {given}" if given else "but it is not set")
+    yield Violation(text, ((Change(("cluster", "env", name), "1"),),))
 
 
 @group_rule("PLAN-DEEPEP-FP8-CHANNEL", "--sglang-moe-a2a-backend", "--hf-checkpoint", groups=with_deepep)

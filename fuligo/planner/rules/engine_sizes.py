@@ -58,11 +58,8 @@ def heads_divide(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]
     heads = subject.rollout_architecture.attention.num_heads
     size = spec.tp_size // spec.dp_size
     if spec.tp_size % spec.dp_size == 0 and heads % size:
-        yield Violation(
-            f"{_attention_split(subject, spec, size)}: {size} does not divide the model's {heads} attention heads",
-            _attention_fixes(subject, spec),
-            f"choose sizes such that the GPUs of one replica divide {heads}",
-        )
+        text = f"{_attention_split(subject, spec, size)}: {size} does not divide the model's {heads} attention heads"
+        yield Violation(text, _attention_fixes(subject, spec), f"choose sizes such that the GPUs of one replica divide {heads}")
 
 
 @group_rule("PLAN-ENGINE-KV-HEADS", "--rollout-num-gpus-per-engine", "--sglang-dp-size")
@@ -73,10 +70,8 @@ def kv_heads_divide(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violati
     if spec.tp_size % spec.dp_size or any(each.num_heads % size for each in heads):
         return
     for groups in sorted({each.num_kv_heads for each in heads if each.num_kv_heads % size and size % each.num_kv_heads}):
-        yield Violation(
-            f"{_attention_split(subject, spec, size)}: {size} neither divides nor is a multiple of the model's {groups} key-value heads",
-            _attention_fixes(subject, spec),
-        )
+        text = f"{_attention_split(subject, spec, size)}: {size} neither divides nor is a multiple of the model's {groups} key-value heads"
+        yield Violation(text, _attention_fixes(subject, spec))
 
 
 @group_rule("PLAN-DP-LM-HEAD", "--sglang-enable-dp-lm-head", "--sglang-enable-dp-attention")
@@ -108,10 +103,8 @@ def matrices_divide(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violati
     dense = spec.arguments.get("moe_dense_tp_size") or spec.tp_size
     if dense in (1, spec.tp_size) and (uneven := [width for width in widths if width % dense]):
         fixes = (set_argument(subject, spec, "moe_dense_tp_size", 1),) if experts else ()
-        yield Violation(
-            f"{engine_size(subject, spec)}: {dense} GPUs do not divide the {uneven[0]} columns of a dense MLP",
-            ((fixes,) if fixes else ()) + _sizes(subject, spec),
-        )
+        text = f"{engine_size(subject, spec)}: {dense} GPUs do not divide the {uneven[0]} columns of a dense MLP"
+        yield Violation(text, ((fixes,) if fixes else ()) + _sizes(subject, spec))
     if experts is None or spec.tp_size % spec.ep_size:
         return
     share = spec.tp_size // spec.ep_size
@@ -187,11 +180,8 @@ def experts_divide(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violatio
     fixes += [(set_argument(subject, spec, "ep_num_redundant_experts", number),) for number in copies]
     fixes += [(set_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))]
     shown_copies = f" + {redundant} redundant ({shown(spec, 'ep_num_redundant_experts')}) = {total}" if redundant else ""
-    yield Violation(
-        f"{experts.num_experts} experts{shown_copies} are not divisible by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}",
-        tuple(fixes),
-        "add redundant experts, or choose another size",
-    )
+    text = f"{experts.num_experts} experts{shown_copies} are not divisible by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}"
+    yield Violation(text, tuple(fixes), "add redundant experts, or choose another size")
 
 
 @group_rule("PLAN-ENGINE-TP-EXPERTS", "--rollout-num-gpus-per-engine")
@@ -199,7 +189,5 @@ def engine_is_not_wider_than_its_experts(subject: Subject, spec: EngineGroupSpec
     """SGLang's mixture-of-experts models cannot use more tensor-parallel GPUs than there are experts."""
     experts = subject.rollout_architecture.experts
     if experts is not None and spec.tp_size > experts.num_experts:
-        yield Violation(
-            f"{engine_size(subject, spec)}: {spec.tp_size} tensor-parallel GPUs are more than the {experts.num_experts} experts",
-            _sizes(subject, spec),
-        )
+        text = f"{engine_size(subject, spec)}: {spec.tp_size} tensor-parallel GPUs are more than the {experts.num_experts} experts"
+        yield Violation(text, _sizes(subject, spec))

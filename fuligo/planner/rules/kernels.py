@@ -79,10 +79,8 @@ def attention_is_sparse(subject: Subject, spec: EngineGroupSpec) -> Iterator[Vio
         return
     given = [name for name in ("dsa_prefill_backend", "dsa_decode_backend") if spec.arguments.get(name) is not None]
     if given:
-        yield Violation(
-            f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no sparse attention (DSA)",
-            (tuple(set_argument(subject, spec, name, None) for name in given),),
-        )
+        text = f"{' and '.join(shown(spec, name) for name in given)}{where(spec)}: the model has no sparse attention (DSA)"
+        yield Violation(text, (tuple(set_argument(subject, spec, name, None) for name in given),))
 
 
 @group_rule("PLAN-DSA-CACHE", "--sglang-kv-cache-dtype")

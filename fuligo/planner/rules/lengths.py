@@ -48,11 +48,8 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
     context, source = min(contexts), "--sglang-context-length" if min(contexts) < model else "the model's max_position_embeddings"
     bounded = config.rollout.rollout_max_context_len
     if bounded is not None and bounded > context:
-        yield Violation(
-            f"--rollout-max-context-len {bounded} is more than the {context} tokens of the engines' context ({source})",
-            ((set_flag("rollout_max_context_len", context),),),
-            flags=("--rollout-max-context-len",),
-        )
+        text = f"--rollout-max-context-len {bounded} is more than the {context} tokens of the engines' context ({source})"
+        yield Violation(text, ((set_flag("rollout_max_context_len", context),),), flags=("--rollout-max-context-len",))
         return
     lengths = {} if config.is_sft else {"rollout_max_response_len": config.rollout.rollout_max_response_len}
     if config.has_eval and config.eval.eval_max_response_len is not None:
@@ -64,12 +61,8 @@ def samples_fit_the_context(subject: Subject) -> Iterator[Violation]:
             known = config.data.rollout_max_prompt_len
             with_prompt = f" and --rollout-max-prompt-len {known}" if known else " and a prompt"
             room = context - (known or min(longest_prompt(config), context // 2))
-            yield Violation(
-                f"{option} {length}{with_prompt} do not fit into the {context} tokens of the engines' context ({source})",
-                ((set_flag(name, room),),) if room > 0 else (),
-                "shorten prompts or responses",
-                flags=(option,),
-            )
+            text = f"{option} {length}{with_prompt} do not fit into the {context} tokens of the engines' context ({source})"
+            yield Violation(text, ((set_flag(name, room),),) if room > 0 else (), "shorten prompts or responses", flags=(option,))
 
 
 @rule("PLAN-MAX-TOKENS", "--max-tokens-per-gpu", "--rollout-max-response-len", severity=Severity.WARNING)

@@ -33,12 +33,8 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Violation]:
     try:
         differing = list(disagreements(config, found.values, found.source))
     except ConfigError as error:
-        yield Violation(
-            f"--train-backend megatron: {error}",
-            ((set_flag("train_backend", "torch"),),),
-            "train it with --train-backend torch",
-            flags=("--train-backend",),
-        )
+        text = f"--train-backend megatron: {error}"
+        yield Violation(text, ((set_flag("train_backend", "torch"),),), "train it with --train-backend torch", flags=("--train-backend",))
         return
     for option, given, expected in differing:
         name = option.removeprefix("--").replace("-", "_")
@@ -60,10 +56,8 @@ def training_starts_from_full_weights(subject: Subject) -> Iterator[Violation]:
         return
     if config.debug.debug_rollout_only:
         return
-    yield Violation(
-        f"--hf-checkpoint {config.model.hf_checkpoint} holds FP8 weights, which training cannot start from",
-        advice="use the BF16 checkpoint that it was converted from as --ref-load",
-    )
+    text = f"--hf-checkpoint {config.model.hf_checkpoint} holds FP8 weights, which training cannot start from"
+    yield Violation(text, advice="use the BF16 checkpoint that it was converted from as --ref-load")
 
 
 @rule("PLAN-MXFP4-ENGINES", "--hf-checkpoint")
@@ -73,10 +67,8 @@ def engines_take_new_weights(subject: Subject) -> Iterator[Violation]:
     if not subject.rollout_architecture.is_mxfp4 or config.debug.debug_rollout_only:
         return
     if config.needs_engine and config.engine_capabilities.serves_quantised:
-        yield Violation(
-            f"--hf-checkpoint {config.model.hf_checkpoint} has experts in MXFP4, which SGLang cannot update",
-            advice="let the engines serve bfloat16: fuligo convert mxfp4-to-bf16",
-        )
+        text = f"--hf-checkpoint {config.model.hf_checkpoint} has experts in MXFP4, which SGLang cannot update"
+        yield Violation(text, advice="let the engines serve bfloat16: fuligo convert mxfp4-to-bf16")
 
 
 @rule("PLAN-QUANTISED-ENGINES", "--hf-checkpoint")
@@ -101,10 +93,8 @@ def reward_finds_the_answer(subject: Subject) -> Iterator[Violation]:
     """The reward `deepscaler` looks for an answer after `</think>`, which gpt-oss never writes: all rewards would be 0."""
     reward = subject.config.reward
     if family_of(subject.rollout_architecture).writes_harmony and reward.rm_type == "deepscaler" and reward.custom_rm_path is None:
-        yield Violation(
-            "--rm-type deepscaler reads the answer after </think>, but gpt-oss thinks in a channel of the harmony format",
-            ((set_flag("rm_type", "math"),),),
-        )
+        text = "--rm-type deepscaler reads the answer after </think>, but gpt-oss thinks in a channel of the harmony format"
+        yield Violation(text, ((set_flag("rm_type", "math"),),))
 
 
 @rule("PLAN-STOP-TOKEN", "--rollout-stop-token-ids")
@@ -173,10 +163,8 @@ def offloading_finds_its_memory(subject: Subject) -> Iterator[Violation]:
         settings = config.cluster.env.get(name, "").replace(" ", "").split(",")
         if "expandable_segments:True" in settings:
             left = ",".join(setting for setting in settings if setting != "expandable_segments:True")
-            yield Violation(
-                f"--env {name}={config.cluster.env.get(name)} with --colocate: engines cannot release memory in expandable segments",
-                ((Change(("cluster", "env", name), left or None),),),
-            )
+            text = f"--env {name}={config.cluster.env.get(name)} with --colocate: engines cannot release memory in expandable segments"
+            yield Violation(text, ((Change(("cluster", "env", name), left or None),),))
 
 
 @rule("PLAN-ENV-CONNECTIONS", "--env", "--tensor-model-parallel-size", "--context-parallel-size", severity=Severity.WARNING)
@@ -190,10 +178,8 @@ def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
     }
     splits = " and ".join(f"{option} {size}" for option, size in options.items() if size > 1)
     if subject.is_megatron and splits and given not in (None, "1") and not subject.gpu.name.startswith("b"):
-        yield Violation(
-            f"--env {_CONNECTIONS}={given}: it must be 1 with {splits} on {subject.gpu.name}",
-            ((Change(("cluster", "env", _CONNECTIONS), "1"),),),
-        )
+        text = f"--env {_CONNECTIONS}={given}: it must be 1 with {splits} on {subject.gpu.name}"
+        yield Violation(text, ((Change(("cluster", "env", _CONNECTIONS), "1"),),))
 
 
 @rule("PLAN-VISION-TEXT", "--multimodal-keys", "--freeze-vision-tower")

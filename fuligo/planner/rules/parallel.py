@@ -115,11 +115,8 @@ def heads_divide(subject: Subject) -> Iterator[Violation]:
     config, heads = subject.config, subject.architecture.attention.num_heads
     tp = config.parallel.tensor_model_parallel_size
     if subject.is_megatron and heads % tp:
-        yield Violation(
-            f"--tensor-model-parallel-size {tp} does not divide the model's {heads} attention heads",
-            _other_tp(subject, divisors(heads)),
-            f"choose a size that divides both {heads} and {trainer_gpus(config)}",
-        )
+        text = f"--tensor-model-parallel-size {tp} does not divide the model's {heads} attention heads"
+        yield Violation(text, _other_tp(subject, divisors(heads)), f"choose a size that divides both {heads} and {trainer_gpus(config)}")
 
 
 @rule("PLAN-TP-KV-HEADS", "--tensor-model-parallel-size")
@@ -131,11 +128,8 @@ def kv_heads_divide(subject: Subject) -> Iterator[Violation]:
         return
     groups = attention.num_kv_heads
     if groups % tp and tp % groups:
-        yield Violation(
-            f"--tensor-model-parallel-size {tp} neither divides nor is a multiple of the model's {groups} key-value heads",
-            _other_tp(subject, divisors(attention.num_heads)),
-            f"choose a divisor or a multiple of {groups}",
-        )
+        text = f"--tensor-model-parallel-size {tp} neither divides nor is a multiple of the model's {groups} key-value heads"
+        yield Violation(text, _other_tp(subject, divisors(attention.num_heads)), f"choose a divisor or a multiple of {groups}")
 
 
 @rule("PLAN-TP-MLP", "--tensor-model-parallel-size")
@@ -144,11 +138,8 @@ def mlp_divides(subject: Subject) -> Iterator[Violation]:
     config, architecture = subject.config, subject.architecture
     tp, width = config.parallel.tensor_model_parallel_size, architecture.intermediate_size
     if subject.is_megatron and architecture.attention.num_heads % tp == 0 and width % tp:
-        yield Violation(
-            f"--tensor-model-parallel-size {tp} does not divide the {width} columns of the model's MLP",
-            _other_tp(subject, divisors(architecture.attention.num_heads)),
-            f"choose a divisor of {width}",
-        )
+        text = f"--tensor-model-parallel-size {tp} does not divide the {width} columns of the model's MLP"
+        yield Violation(text, _other_tp(subject, divisors(architecture.attention.num_heads)), f"choose a divisor of {width}")
 
 
 @rule("PLAN-SP-WITHOUT-TP", "--sequence-parallel", "--tensor-model-parallel-size", severity=Severity.WARNING)
@@ -175,11 +166,8 @@ def tensor_parallel_stays_in_a_node(subject: Subject) -> Iterator[Violation]:
     here = config.resolved_actor_num_gpus_per_node
     if not subject.is_megatron or config.cluster.actor_num_nodes == 1 or not dense_sizes_divide(config) or here % tp == 0:
         return
-    yield Violation(
-        f"--tensor-model-parallel-size {tp} spans nodes with {here} trainer GPUs each: every layer waits for the network",
-        _other_tp(subject, divisors(here)),
-        f"choose a divisor of {here}",
-    )
+    text = f"--tensor-model-parallel-size {tp} spans nodes with {here} trainer GPUs each: every layer waits for the network"
+    yield Violation(text, _other_tp(subject, divisors(here)), f"choose a divisor of {here}")
 
 
 @rule("PLAN-UNEVEN-BATCH", "--global-batch-size", severity=Severity.WARNING)

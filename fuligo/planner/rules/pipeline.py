@@ -89,11 +89,8 @@ def layers_divide_into_stages(subject: Subject) -> Iterator[Violation]:
     counts = cut.counts()
     if counts is not None and min(counts) > 0:
         return
-    yield Violation(
-        f"--pipeline-model-parallel-size {cut.pp}{cut.shown()}: {cut.why_uneven()}",
-        _recuts(subject, cut),
-        f"choose stages that add up to {cut.num_layers} layers",
-    )
+    text = f"--pipeline-model-parallel-size {cut.pp}{cut.shown()}: {cut.why_uneven()}"
+    yield Violation(text, _recuts(subject, cut), f"choose stages that add up to {cut.num_layers} layers")
 
 
 @rule("PLAN-VPP-PP", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")
@@ -101,9 +98,8 @@ def interleaving_needs_stages(subject: Subject) -> Iterator[Violation]:
     """Interleaving needs a pipeline of more than one stage."""
     cut = _cut(subject)
     if cut is not None and cut.vpp > 1 and cut.pp == 1:
-        yield Violation(
-            f"--virtual-pipeline-model-parallel-size {cut.vpp} needs --pipeline-model-parallel-size above 1", ((unset_flag(_VPP),),)
-        )
+        text = f"--virtual-pipeline-model-parallel-size {cut.vpp} needs --pipeline-model-parallel-size above 1"
+        yield Violation(text, ((unset_flag(_VPP),),))
 
 
 @rule("PLAN-VPP-LAYERS", "--virtual-pipeline-model-parallel-size", "--pipeline-model-parallel-size")

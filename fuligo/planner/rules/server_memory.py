@@ -31,10 +31,8 @@ def engines_leave_room(subject: Subject, spec: EngineGroupSpec) -> Iterator[Viol
     if fraction <= MAX_SHARED_FRACTION:
         return
     chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static {fraction} (SGLang's default)"
-    yield Violation(
-        f"{chosen}{where(spec)} with --colocate: the trainer keeps some of the GPU's memory too",
-        ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),),
-    )
+    text = f"{chosen}{where(spec)} with --colocate: the trainer keeps some of the GPU's memory too"
+    yield Violation(text, ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),))
 
 
 def page_size(subject: Subject, spec: EngineGroupSpec) -> int:
@@ -61,10 +59,8 @@ def chunks_are_whole_pages(subject: Subject, spec: EngineGroupSpec) -> Iterator[
     fitting = [whole * number for number in {max(1, total // whole), total // whole + 1}]
     replicas = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
     name = shown(spec, "chunked_prefill_size") if chunk else f"--sglang-chunked-prefill-size (by default {total})"
-    yield Violation(
-        f"{name}{replicas} tokens are not a multiple of the page size {page}{where(spec)}",
-        tuple((set_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)),
-    )
+    text = f"{name}{replicas} tokens are not a multiple of the page size {page}{where(spec)}"
+    yield Violation(text, tuple((set_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)))
 
 
 @group_rule("PLAN-RUNNING-REQUESTS", "--sglang-max-running-requests", "--sglang-dp-size", groups=running)

@@ -111,11 +111,8 @@ def there_is_a_draft(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violat
     own = name in DRAFTS_OF_MODEL and subject.engine_config_json is not None
     if (own and not subject.rollout_architecture.mtp_layers) or name in ("EAGLE3", "STANDALONE", "DFLASH"):
         reason = "the checkpoint has no MTP layer" if own else "it needs a draft model"
-        yield Violation(
-            f"{shown(spec, 'speculative_algorithm')}{where(spec)} without --sglang-speculative-draft-model-path: {reason}",
-            (_without(subject, spec),),
-            "use a draft model",
-        )
+        text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} without --sglang-speculative-draft-model-path: {reason}"
+        yield Violation(text, (_without(subject, spec),), "use a draft model")
 
 
 @group_rule("PLAN-SPEC-PP", "--sglang-speculative-algorithm", "--sglang-pp-size", groups=running)

@@ -88,10 +88,8 @@ def pipeline_divides_engine(subject: Subject, spec: EngineGroupSpec) -> Iterator
     """An engine's GPUs are its tensor-parallel GPUs times its pipeline stages."""
     if spec.num_gpus_per_engine % spec.pp_size:
         sizes = nearest_first(spec.pp_size, divisors(spec.num_gpus_per_engine))
-        yield Violation(
-            f"{shown(spec, 'pp_size')}{where(spec)} does not divide {engine_size(subject, spec)}",
-            tuple((set_argument(subject, spec, "pp_size", size),) for size in sizes),
-        )
+        text = f"{shown(spec, 'pp_size')}{where(spec)} does not divide {engine_size(subject, spec)}"
+        yield Violation(text, tuple((set_argument(subject, spec, "pp_size", size),) for size in sizes))
 
 
 @group_rule("PLAN-ENGINE-PP-LAYERS", "--sglang-pp-size", groups=running)
@@ -100,10 +98,8 @@ def pipeline_has_layers(subject: Subject, spec: EngineGroupSpec) -> Iterator[Vio
     num_layers = subject.rollout_architecture.num_layers
     if spec.pp_size > num_layers and spec.num_gpus_per_engine % spec.pp_size == 0:
         sizes = [size for size in divisors(spec.num_gpus_per_engine) if size <= num_layers]
-        yield Violation(
-            f"{shown(spec, 'pp_size')}{where(spec)} exceeds the model's {num_layers} layers",
-            tuple((set_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)),
-        )
+        text = f"{shown(spec, 'pp_size')}{where(spec)} exceeds the model's {num_layers} layers"
+        yield Violation(text, tuple((set_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)))
 
 
 @rule("PLAN-PD-PAIR", "--sglang-config")
@@ -156,11 +152,8 @@ def disaggregation_has_pairs(subject: Subject) -> Iterator[Violation]:
     if given:
         options = tuple(option(name) for name in given)
         have = "has" if len(options) == 1 else "have"
-        yield Violation(
-            f"{' and '.join(options)} {have} no effect without prefill and decode groups in --sglang-config",
-            (tuple(Change(("sglang", name), None) for name in given),),
-            flags=options,
-        )
+        text = f"{' and '.join(options)} {have} no effect without prefill and decode groups in --sglang-config"
+        yield Violation(text, (tuple(Change(("sglang", name), None) for name in given),), flags=options)
 
 
 @rule("PLAN-SPLIT-GPUS", "--rollout-num-gpus", "--actor-num-gpus-per-node", "--colocate", severity=Severity.WARNING)

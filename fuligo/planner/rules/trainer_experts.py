@@ -26,11 +26,8 @@ def experts_exist(subject: Subject) -> Iterator[Violation]:
     if not subject.is_megatron or subject.architecture.experts is not None:
         return
     if given := _flags_of_experts(config):
-        yield Violation(
-            f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts",
-            (tuple(unset_flag(name) for name in given),),
-            flags=tuple(option_name(name) for name in given),
-        )
+        text = f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts"
+        yield Violation(text, (tuple(unset_flag(name) for name in given),), flags=tuple(option_name(name) for name in given))
 
 
 def _flags_of_experts(config: Config) -> dict[str, str]:

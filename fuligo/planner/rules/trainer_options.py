@@ -57,10 +57,8 @@ def recomputed_layers_exist(subject: Subject) -> Iterator[Violation]:
     except ConfigError:
         return
     if number > most:
-        yield Violation(
-            f"--recompute-num-layers {number} exceeds the {count(most, 'layer')} of a pipeline stage",
-            ((set_flag("recompute_num_layers", 1 if config.parallel.recompute_method == "uniform" else most),),),
-        )
+        text = f"--recompute-num-layers {number} exceeds the {count(most, 'layer')} of a pipeline stage"
+        yield Violation(text, ((set_flag("recompute_num_layers", 1 if config.parallel.recompute_method == "uniform" else most),),))
 
 
 @rule("PLAN-RECOMPUTE-MODULES", "--recompute-modules")
@@ -97,11 +95,8 @@ def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
     if given:
         options = {name: option_name(name) for name in given}
         shown = ", ".join(f"{options[name]} {value}" for name, value in given.items())
-        yield Violation(
-            f"{shown} without --use-precision-aware-optimizer: the optimizer state is then fp32",
-            ((set_flag("use_precision_aware_optimizer", True),), _off(*given)),
-            flags=tuple(options.values()),
-        )
+        text = f"{shown} without --use-precision-aware-optimizer: the optimizer state is then fp32"
+        yield Violation(text, ((set_flag("use_precision_aware_optimizer", True),), _off(*given)), flags=tuple(options.values()))
 
 
 @rule("PLAN-CPU-ADAM-NODES", "--optimizer-cpu-offload", "--actor-num-nodes", severity=Severity.WARNING)
@@ -203,10 +198,8 @@ def trainer_has_the_mtp_layer(subject: Subject) -> Iterator[Violation]:
     config, model = subject.config, subject.architecture
     wanted = config.train.mtp_num_layers or 0
     if wanted and config.trains and not subject.is_megatron and model.mtp_layers and not family_of(model).has_mtp_module:
-        yield Violation(
-            f"--mtp-num-layers {wanted}: the torch trainer has no MTP layer for {model.model_type} models",
-            ((unset_flag("train_backend"),), unset_given(config, MTP_FLAGS)),
-        )
+        text = f"--mtp-num-layers {wanted}: the torch trainer has no MTP layer for {model.model_type} models"
+        yield Violation(text, ((unset_flag("train_backend"),), unset_given(config, MTP_FLAGS)))
 
 
 def _argument(subject: Subject, name: str) -> Any:

@@ -37,9 +37,8 @@ def weights_match_entries(config: Config) -> Iterator[Violation]:
             text = f"--prompt-data-weights {shown} does not fit --prompt-data: weights {len(weights)}, entries {len(entries)}"
             yield Violation(text, advice="use one weight per entry; a pattern is one entry")
         elif min(weights) <= 0:
-            yield Violation(
-                f"--prompt-data-weights {shown}: a weight must be above 0", advice="remove the entry that you do not want to draw"
-            )
+            text = f"--prompt-data-weights {shown}: a weight must be above 0"
+            yield Violation(text, advice="remove the entry that you do not want to draw")
 
 
 @rule("CFG-EVAL-DATA", "--eval-prompt-data")

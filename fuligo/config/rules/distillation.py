@@ -48,11 +48,8 @@ def teacher_is_given_once(config: Config) -> Iterator[Violation]:
     elif source == "engine" and url is not None and served:
         yield Violation(f"--opd-teacher-url {url} and {_SERVED} name two teachers", (unset_flag("opd_teacher_url"),))
     elif load is not None and served and flags.opd_type is None and source is not None:
-        yield Violation(
-            f"--opd-teacher-load {load} and {_SERVED} name two teachers",
-            (set_flag("opd_type", "trainer"),),
-            "or drop --opd-teacher-load to use the served one",
-        )
+        text = f"--opd-teacher-load {load} and {_SERVED} name two teachers"
+        yield Violation(text, (set_flag("opd_type", "trainer"),), "or drop --opd-teacher-load to use the served one")
 
 
 @rule("CFG-OPD-URL", "--opd-teacher-url")
@@ -78,9 +75,8 @@ def served_teacher_is_a_model_of_its_own(config: Config) -> Iterator[Violation]:
             text = f"--use-opd: {_SERVED} receives the student's weights, so the student would learn from itself"
             yield Violation(text, advice="set its model_path, and update_weights: false")
         elif any(group.worker_type in ("prefill", "decode") for group in groups):
-            yield Violation(
-                f"--use-opd: {_SERVED} has prefill and decode engines, which cannot score a prompt", advice="use worker_type regular"
-            )
+            text = f"--use-opd: {_SERVED} has prefill and decode engines, which cannot score a prompt"
+            yield Violation(text, advice="use worker_type regular")
 
 
 # fmt: off

@@ -91,10 +91,8 @@ def every_further_reward_has_a_weight(config: Config) -> Iterator[Violation]:
     """Require one weight per additional reward if weights are given, and that fuligo computes the rewards to which they are added."""
     paths, weights = config.reward.extra_rm_path, config.reward.extra_rm_weights
     if weights and paths and len(weights) != len(paths):
-        yield Violation(
-            f"--extra-rm-weights does not fit --extra-rm-path: weights {len(weights)}, functions {len(paths)}",
-            advice="give one weight per function",
-        )
+        text = f"--extra-rm-weights does not fit --extra-rm-path: weights {len(weights)}, functions {len(paths)}"
+        yield Violation(text, advice="give one weight per function")
     elif paths and config.rollout.rollout_function_path:
         text = "--extra-rm-path is added to rewards that fuligo computes; --rollout-function-path computes them itself"
         yield Violation(text, (set_flag("extra_rm_path", None),))

@@ -32,12 +32,11 @@ def dispatch_has_a_configuration(subject: Subject, spec: EngineGroupSpec) -> Ite
     """DeepEP's dispatch is configured for at most 160 expert ranks."""
     if spec.ep_size > MAX_RANKS:
         smaller = [size for size in divisors(spec.num_gpus) if size // spec.pp_size <= MAX_RANKS]
-        yield Violation(
+        text = (
             f"{shown(spec, 'moe_a2a_backend')}: {engine_size(subject, spec)} makes {spec.ep_size} expert ranks, but DeepEP has no "
-            f"dispatch configuration above {MAX_RANKS}",
-            tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))),
-            f"use engines of at most {MAX_RANKS} GPUs",
+            f"dispatch configuration above {MAX_RANKS}"
         )
+        yield Violation(text, tuple(resizes(subject, spec, nearest_first(MAX_RANKS, smaller))), f"use engines of at most {MAX_RANKS} GPUs")
 
 
 @group_rule(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
-from fuligo.planner.rules.servers import engine_size, group_rule, resizes, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import engine_size, group_rule, placed, resizes, serving_policy, set_argument, set_each, shown, where
 from fuligo.planner.server_settings import max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
@@ -89,15 +89,12 @@ def _smaller_batch(subject: Subject, spec: EngineGroupSpec, drafts: int, tokens:
 def mode_suits_the_work(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """DeepEP's normal kernels decode without CUDA graphs, and the buffers of its low-latency kernels are too small for a prefill."""
     mode = spec.arguments.value("deepep_mode")
-    auto = ((set_argument(subject, spec, "deepep_mode", None),),)
+    auto = set_each(subject, spec, "deepep_mode", None)
     if mode == "normal" and spec.worker_type != "prefill":
-        yield Violation(f"{shown(spec, 'deepep_mode')}{where(spec)}: decoding runs without CUDA graphs, several times slower", auto)
+        yield Violation(f"{placed(spec, 'deepep_mode')}: decoding runs without CUDA graphs, several times slower", auto)
     if mode == "low_latency" and spec.worker_type != "decode":
-        yield Violation(
-            f"{shown(spec, 'deepep_mode')}{where(spec)}: its buffers, which are sized for decoding, are too small for "
-            "the tokens of a prefill",
-            auto,
-        )
+        text = f"{placed(spec, 'deepep_mode')}: its buffers, which are sized for decoding, are too small for the tokens of a prefill"
+        yield Violation(text, auto)
 
 
 @rule("PLAN-DEEPEP-NO-EFFECT", "--sglang-deepep-mode", "--sglang-moe-a2a-backend")
@@ -111,7 +108,7 @@ def deepep_is_used(subject: Subject) -> Iterator[Violation]:
     for spec in groups:
         if spec.arguments.value("deepep_mode") != "auto":
             yield Violation(
-                f"{shown(spec, 'deepep_mode')}{where(spec)} has no effect with {shown(spec, 'moe_a2a_backend')}",
+                f"{placed(spec, 'deepep_mode')} has no effect with {shown(spec, 'moe_a2a_backend')}",
                 ((set_argument(subject, spec, "deepep_mode", None),), (set_argument(subject, spec, "moe_a2a_backend", "deepep"),)),
             )
 
@@ -138,7 +135,7 @@ def deepep_takes_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator[Vio
         return
     method = quantisation.get("quant_method", "unknown")
     yield Violation(
-        f"{shown(spec, 'moe_a2a_backend')}{where(spec)}: the FP8 weights of --hf-checkpoint are not quantized in blocks "
+        f"{placed(spec, 'moe_a2a_backend')}: the FP8 weights of --hf-checkpoint are not quantized in blocks "
         f"(quant_method {method}), which DeepEP needs",
         ((set_argument(subject, spec, "moe_a2a_backend", None),),),
         "convert the checkpoint: fuligo convert fp8 --strategy block --block-size 128 128",
@@ -160,7 +157,7 @@ def shares_are_whole_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator
         widths["an expert"] = (experts.intermediate_size, spec.tp_size // spec.ep_size)
     for name, (width, share) in widths.items():
         if share > 1 and width % share == 0 and width // share % block:
-            spread = ((set_argument(subject, spec, "ep_size", spec.tp_size),),) if name == "an expert" else ()
+            spread = set_each(subject, spec, "ep_size", spec.tp_size) if name == "an expert" else ()
             sizes = nearest_first(spec.num_gpus_per_engine, divisors(spec.num_gpus))
             yield Violation(
                 f"{engine_size(subject, spec)}: {share} GPUs share {name} of {width} columns; {width // share} is not a multiple of "

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from fuligo.config.findings import Severity
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first
-from fuligo.planner.rules.servers import engine_size, group_rule, option, resizes, set_argument, shown, where
+from fuligo.planner.rules.servers import engine_size, group_rule, option, placed, resizes, set_argument, set_each, shown, where
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count
 
 
 def _attention_split(subject: Subject, spec: EngineGroupSpec, size: int) -> str:
     """Return the text for `size` GPUs that share the heads of one attention replica."""
-    split = "" if spec.dp_size == 1 else f" / {shown(spec, 'dp_size')}{where(spec)} = {size} GPUs share attention"
+    split = "" if spec.dp_size == 1 else f" / {placed(spec, 'dp_size')} = {size} GPUs share attention"
     return f"{engine_size(subject, spec)}{split}"
 
 
@@ -24,7 +24,7 @@ def _attention_fixes(subject: Subject, spec: EngineGroupSpec) -> tuple[Fix, ...]
     """Return fixes with other numbers of replicas, then with other sizes of the engine."""
     heads = subject.rollout_architecture.attention.num_heads
     replicas = nearest_first(spec.dp_size, [size for size in divisors(spec.tp_size) if heads % (spec.tp_size // size) == 0])
-    fixes = [(set_argument(subject, spec, "dp_size", size),) for size in replicas] if spec.dp_size > 1 else []
+    fixes = list(set_each(subject, spec, "dp_size", *replicas)) if spec.dp_size > 1 else []
     return (*fixes, *_sizes(subject, spec))
 
 
@@ -35,9 +35,9 @@ def replicas_are_whole(subject: Subject, spec: EngineGroupSpec) -> Iterator[Viol
     if spec.tp_size % spec.dp_size:
         fitting = [size for size in divisors(spec.tp_size) if heads % (spec.tp_size // size) == 0]
         yield Violation(
-            f"{shown(spec, 'dp_size')}{where(spec)} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')} "
+            f"{placed(spec, 'dp_size')} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')} "
             f"({engine_size(subject, spec)})",
-            tuple((set_argument(subject, spec, "dp_size", size),) for size in nearest_first(spec.dp_size, fitting)),
+            set_each(subject, spec, "dp_size", *nearest_first(spec.dp_size, fitting)),
         )
 
 
@@ -47,7 +47,7 @@ def replicas_are_several(subject: Subject, spec: EngineGroupSpec) -> Iterator[Vi
     if spec.arguments.get("enable_dp_attention") and spec.arguments.value("dp_size") == 1:
         heads = subject.rollout_architecture.attention.num_heads
         fitting = [size for size in divisors(spec.tp_size) if size > 1 and heads % (spec.tp_size // size) == 0]
-        fixes = [(set_argument(subject, spec, "dp_size", size),) for size in nearest_first(spec.tp_size + 1, fitting)]
+        fixes = list(set_each(subject, spec, "dp_size", *nearest_first(spec.tp_size + 1, fitting)))
         text = f"--sglang-enable-dp-attention{where(spec)} has no effect with --sglang-dp-size 1"
         yield Violation(text, (*fixes, (set_argument(subject, spec, "enable_dp_attention", None),)))
 
@@ -79,7 +79,7 @@ def head_has_replicas(subject: Subject, spec: EngineGroupSpec) -> Iterator[Viola
     """The head is computed per attention replica, which requires DP attention."""
     if spec.arguments.get("enable_dp_lm_head") and not spec.arguments.get("enable_dp_attention"):
         text = f"--sglang-enable-dp-lm-head{where(spec)} needs --sglang-enable-dp-attention"
-        yield Violation(text, ((set_argument(subject, spec, "enable_dp_lm_head", None),),))
+        yield Violation(text, set_each(subject, spec, "enable_dp_lm_head", None))
 
 
 @group_rule("PLAN-DENSE-TP", "--sglang-moe-dense-tp-size")
@@ -87,11 +87,8 @@ def dense_layers_are_whole_or_split(subject: Subject, spec: EngineGroupSpec) -> 
     """SGLang either splits the dense layers of an MoE model over all tensor-parallel GPUs of an engine or replicates them."""
     given = spec.arguments.get("moe_dense_tp_size")
     if given not in (None, 1, spec.tp_size):
-        yield Violation(
-            f"{shown(spec, 'moe_dense_tp_size')}{where(spec)} is neither 1 nor the number of the engine's "
-            f"tensor-parallel GPUs ({spec.tp_size})",
-            ((set_argument(subject, spec, "moe_dense_tp_size", 1),), (set_argument(subject, spec, "moe_dense_tp_size", None),)),
-        )
+        text = f"{placed(spec, 'moe_dense_tp_size')} is neither 1 nor the number of the engine's tensor-parallel GPUs ({spec.tp_size})"
+        yield Violation(text, set_each(subject, spec, "moe_dense_tp_size", 1, None))
 
 
 @group_rule("PLAN-ENGINE-MLP", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--sglang-moe-dense-tp-size")
@@ -110,7 +107,7 @@ def matrices_divide(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violati
     share = spec.tp_size // spec.ep_size
     if experts.intermediate_size % share:
         yield Violation(
-            f"{engine_size(subject, spec)} / {shown(spec, 'ep_size', spec.ep_size)}{where(spec)} = {share} GPUs share an expert, but "
+            f"{engine_size(subject, spec)} / {placed(spec, 'ep_size', spec.ep_size)} = {share} GPUs share an expert, but "
             f"{share} does not divide its {experts.intermediate_size} columns",
             ((set_argument(subject, spec, "ep_size", spec.tp_size),), *_sizes(subject, spec)),
         )
@@ -146,9 +143,9 @@ def expert_ranks_divide_engine(subject: Subject, spec: EngineGroupSpec) -> Itera
     """The expert-parallel size must divide the number of an engine's tensor-parallel GPUs."""
     if subject.rollout_architecture.experts is not None and spec.tp_size % spec.ep_size:
         yield Violation(
-            f"{shown(spec, 'ep_size')}{where(spec)} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')} "
+            f"{placed(spec, 'ep_size')} does not divide an engine's {count(spec.tp_size, 'tensor-parallel GPU')} "
             f"({engine_size(subject, spec)})",
-            tuple((set_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))),
+            set_each(subject, spec, "ep_size", *nearest_first(spec.ep_size, divisors(spec.tp_size))),
         )
 
 
@@ -158,9 +155,9 @@ def all_to_all_takes_all_gpus(subject: Subject, spec: EngineGroupSpec) -> Iterat
     given = spec.arguments.get("ep_size")
     if subject.rollout_architecture.experts is not None and given is not None and given != spec.ep_size:
         yield Violation(
-            f"{shown(spec, 'ep_size')}{where(spec)} is ignored: {shown(spec, 'moe_a2a_backend')} spreads the experts over all "
+            f"{placed(spec, 'ep_size')} is ignored: {shown(spec, 'moe_a2a_backend')} spreads the experts over all "
             f"GPUs of an engine ({spec.ep_size})",
-            ((set_argument(subject, spec, "ep_size", spec.ep_size),),),
+            set_each(subject, spec, "ep_size", spec.ep_size),
         )
 
 
@@ -177,10 +174,10 @@ def experts_divide(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violatio
     fewest = -experts.num_experts % spec.ep_size
     copies = [fewest, fewest + spec.ep_size] if fewest else []
     fixes: list[Fix] = [] if fewest else [(set_argument(subject, spec, "ep_num_redundant_experts", None),)]
-    fixes += [(set_argument(subject, spec, "ep_num_redundant_experts", number),) for number in copies]
-    fixes += [(set_argument(subject, spec, "ep_size", size),) for size in nearest_first(spec.ep_size, divisors(spec.tp_size))]
+    fixes += list(set_each(subject, spec, "ep_num_redundant_experts", *copies))
+    fixes += list(set_each(subject, spec, "ep_size", *nearest_first(spec.ep_size, divisors(spec.tp_size))))
     shown_copies = f" + {redundant} redundant ({shown(spec, 'ep_num_redundant_experts')}) = {total}" if redundant else ""
-    text = f"{experts.num_experts} experts{shown_copies} are not divisible by {shown(spec, 'ep_size', spec.ep_size)}{where(spec)}"
+    text = f"{experts.num_experts} experts{shown_copies} are not divisible by {placed(spec, 'ep_size', spec.ep_size)}"
     yield Violation(text, tuple(fixes), "add redundant experts, or choose another size")
 
 

@@ -11,7 +11,7 @@ from fuligo.models.architecture import GroupedAttention, LatentAttention
 from fuligo.models.from_flags import TORCH_INSTEAD
 from fuligo.models.registry import family_of
 from fuligo.planner.rules.rule import Fix, Violation
-from fuligo.planner.rules.servers import group_rule, option, set_argument, shown, where
+from fuligo.planner.rules.servers import group_rule, option, placed, set_argument, set_each, shown, where
 from fuligo.planner.subject import Subject
 
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -54,7 +54,7 @@ def kernels_suit_the_attention(subject: Subject, spec: EngineGroupSpec) -> Itera
             reason = "full attention, but the model's is sparse (DSA)"
         else:
             continue
-        yield Violation(f"{shown(spec, name)}{where(spec)} is made for {reason}", ((set_argument(subject, spec, name, None),),))
+        yield Violation(f"{placed(spec, name)} is made for {reason}", set_each(subject, spec, name, None))
 
 
 @group_rule("PLAN-ATTENTION-GPU", *(option(name) for name in _BACKENDS), severity=Severity.WARNING)
@@ -68,8 +68,8 @@ def kernels_run_on_the_gpu(subject: Subject, spec: EngineGroupSpec) -> Iterator[
         if backend == "fa3" and not hopper:
             needs = "Hopper GPUs for latent attention" if latent else "Ampere or Hopper GPUs"
         if needs:
-            text = f"{shown(spec, name)}{where(spec)} needs {needs}, but --gpu is {name_of_gpu}"
-            yield Violation(text, ((set_argument(subject, spec, name, None),),))
+            text = f"{placed(spec, name)} needs {needs}, but --gpu is {name_of_gpu}"
+            yield Violation(text, set_each(subject, spec, name, None))
 
 
 @group_rule("PLAN-DSA-NO-EFFECT", "--sglang-dsa-prefill-backend", "--sglang-dsa-decode-backend")
@@ -89,8 +89,8 @@ def sparse_cache_has_its_types(subject: Subject, spec: EngineGroupSpec) -> Itera
     if subject.rollout_architecture.sparse_index is None:
         return
     if spec.arguments.value("kv_cache_dtype") not in _SPARSE_CACHES:
-        text = f"{shown(spec, 'kv_cache_dtype')}{where(spec)}: sparse attention (DSA) supports bfloat16 and fp8_e4m3 only"
-        yield Violation(text, ((set_argument(subject, spec, "kv_cache_dtype", "fp8_e4m3"),),))
+        text = f"{placed(spec, 'kv_cache_dtype')}: sparse attention (DSA) supports bfloat16 and fp8_e4m3 only"
+        yield Violation(text, set_each(subject, spec, "kv_cache_dtype", "fp8_e4m3"))
 
 
 @group_rule("PLAN-DETERMINISTIC", "--sglang-enable-deterministic-inference", "--sglang-attention-backend")
@@ -101,7 +101,7 @@ def kernels_are_deterministic(subject: Subject, spec: EngineGroupSpec) -> Iterat
         yield Violation(
             f"--sglang-enable-deterministic-inference{where(spec)} works with {', '.join(_DETERMINISTIC)}, "
             f"not with {shown(spec, 'attention_backend')}",
-            ((set_argument(subject, spec, "attention_backend", None),), (set_argument(subject, spec, "attention_backend", "triton"),)),
+            set_each(subject, spec, "attention_backend", None, "triton"),
         )
 
 

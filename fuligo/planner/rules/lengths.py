@@ -16,7 +16,7 @@ from fuligo.planner.lengths import longest_prompt, longest_sample
 from fuligo.planner.memory.bars import memory_bars
 from fuligo.planner.rules.parallel import dense_sizes_divide
 from fuligo.planner.rules.rule import Violation, rule
-from fuligo.planner.rules.servers import group_rule, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import group_rule, placed, serving_policy, set_each
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount
 
@@ -30,11 +30,8 @@ def context_is_the_models(subject: Subject, spec: EngineGroupSpec) -> Iterator[V
     if subject.config.cluster.env.get(_LONGER_ALLOWED, "0").lower() in ("1", "true"):
         return
     if (spec.arguments.get("context_length") or 0) > most:
-        yield Violation(
-            f"{shown(spec, 'context_length')}{where(spec)} is more than the model's {most} positions",
-            ((set_argument(subject, spec, "context_length", most),), (set_argument(subject, spec, "context_length", None),)),
-            f"or allow it with {_LONGER_ALLOWED}=1 in --env",
-        )
+        text = f"{placed(spec, 'context_length')} is more than the model's {most} positions"
+        yield Violation(text, set_each(subject, spec, "context_length", most, None), f"or allow it with {_LONGER_ALLOWED}=1 in --env")
 
 
 @rule("PLAN-RESPONSE-CONTEXT", "--rollout-max-response-len", "--eval-max-response-len", "--rollout-max-context-len")

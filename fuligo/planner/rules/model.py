@@ -172,10 +172,7 @@ def communication_keeps_its_order(subject: Subject) -> Iterator[Violation]:
     """Before Blackwell, Megatron's TP and CP need all kernels of a GPU in one hardware queue."""
     config, sizes = subject.config, subject.config.parallel
     given = config.cluster.env.get(_CONNECTIONS)
-    options = {
-        "--tensor-model-parallel-size": sizes.tensor_model_parallel_size,
-        "--context-parallel-size": sizes.context_parallel_size,
-    }
+    options = {"--tensor-model-parallel-size": sizes.tensor_model_parallel_size, "--context-parallel-size": sizes.context_parallel_size}
     splits = " and ".join(f"{option} {size}" for option, size in options.items() if size > 1)
     if subject.is_megatron and splits and given not in (None, "1") and not subject.gpu.name.startswith("b"):
         text = f"--env {_CONNECTIONS}={given}: it must be 1 with {splits} on {subject.gpu.name}"

@@ -10,7 +10,7 @@ from fuligo.config.findings import Severity
 from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Violation, nearest_first, rule
-from fuligo.planner.rules.servers import group_rule, option, running, serving_policy, set_argument, shown, where
+from fuligo.planner.rules.servers import group_rule, option, running, serving_policy, set_argument, set_each, shown, where
 from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
@@ -32,7 +32,7 @@ def engines_leave_room(subject: Subject, spec: EngineGroupSpec) -> Iterator[Viol
         return
     chosen = shown(spec, "mem_fraction_static") if given else f"--sglang-mem-fraction-static {fraction} (SGLang's default)"
     text = f"{chosen}{where(spec)} with --colocate: the trainer keeps some of the GPU's memory too"
-    yield Violation(text, ((set_argument(subject, spec, "mem_fraction_static", SHARED_FRACTION),),))
+    yield Violation(text, set_each(subject, spec, "mem_fraction_static", SHARED_FRACTION))
 
 
 def page_size(subject: Subject, spec: EngineGroupSpec) -> int:
@@ -60,7 +60,7 @@ def chunks_are_whole_pages(subject: Subject, spec: EngineGroupSpec) -> Iterator[
     replicas = f" / {shown(spec, 'dp_size')} = {share}" if spec.dp_size > 1 else ""
     name = shown(spec, "chunked_prefill_size") if chunk else f"--sglang-chunked-prefill-size (by default {total})"
     text = f"{name}{replicas} tokens are not a multiple of the page size {page}{where(spec)}"
-    yield Violation(text, tuple((set_argument(subject, spec, "chunked_prefill_size", size),) for size in nearest_first(total, fitting)))
+    yield Violation(text, set_each(subject, spec, "chunked_prefill_size", *nearest_first(total, fitting)))
 
 
 @group_rule("PLAN-RUNNING-REQUESTS", "--sglang-max-running-requests", "--sglang-dp-size", groups=running)
@@ -75,7 +75,7 @@ def every_replica_runs_requests(subject: Subject, spec: EngineGroupSpec) -> Iter
         limit = f"--sglang-max-running-requests {SPECULATIVE_REQUESTS} (SGLang's default with {algorithm})"
     text = f"{limit} leaves some of the attention replicas ({shown(spec, 'dp_size')}) without requests{where(spec)}"
     enough = max(spec.dp_size, _requests_wanted(subject, spec))
-    yield Violation(text, ((set_argument(subject, spec, "max_running_requests", enough),),))
+    yield Violation(text, set_each(subject, spec, "max_running_requests", enough))
 
 
 @group_rule("PLAN-SPEC-REQUESTS", "--sglang-speculative-algorithm", "--sglang-max-running-requests", severity=Severity.WARNING)
@@ -89,7 +89,7 @@ def drafting_engines_run_few_requests(subject: Subject, spec: EngineGroupSpec) -
     yield Violation(
         f"with {shown(spec, 'speculative_algorithm')} and without --sglang-max-running-requests an engine{where(spec)} runs {requests} "
         f"requests at a time{share}; its share of a rollout is {wanted}",
-        ((set_argument(subject, spec, "max_running_requests", wanted),),),
+        set_each(subject, spec, "max_running_requests", wanted),
     )
 
 

@@ -64,6 +64,11 @@ def shown(spec: EngineGroupSpec, name: str, value: object = None) -> str:
     return option(name) if value is True else f"{option(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
+def placed(spec: EngineGroupSpec, name: str, value: object = None) -> str:
+    """Return an argument as typed, with its group, such as `--sglang-dp-size 3 (model default, group 2)`."""
+    return f"{shown(spec, name, value)}{where(spec)}"
+
+
 def option(name: str) -> str:
     """Return the option of an argument: `dp_size` -> `--sglang-dp-size`."""
     return option_name(f"sglang_{name}")
@@ -78,6 +83,11 @@ def set_argument(subject: Subject, spec: EngineGroupSpec, name: str, value: Any)
         if name in topology[model].server_groups[group].overrides:
             return Change(("engine", "sglang_config", model, "server_groups", group, "overrides", name), value)
     return Change(("sglang", name), value)
+
+
+def set_each(subject: Subject, spec: EngineGroupSpec, name: str, *values: Any) -> tuple[Fix, ...]:
+    """Return alternative fixes, each of which sets an argument to one of the values."""
+    return tuple((set_argument(subject, spec, name, value),) for value in values)
 
 
 def set_gpus_per_engine(subject: Subject, spec: EngineGroupSpec, value: int) -> Change:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fuligo.config.findings import Change, Severity
 from fuligo.config.topology import DRAFTS_OF_MODEL, EngineGroupSpec
 from fuligo.planner.rules.rule import Fix, Violation, rule
-from fuligo.planner.rules.servers import group_rule, option, running, set_argument, shown, where
+from fuligo.planner.rules.servers import group_rule, option, placed, running, set_argument, set_each, shown, where
 from fuligo.planner.subject import Subject
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "FROZEN_KV_MTP")
@@ -36,8 +36,8 @@ def algorithm_is_known(subject: Subject, spec: EngineGroupSpec) -> Iterator[Viol
     """SGLang supports a fixed list of speculative algorithms."""
     name = _algorithm(spec)
     if name is not None and name not in ALGORITHMS:
-        text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} is not one of {', '.join(ALGORITHMS)}"
-        yield Violation(text, ((set_argument(subject, spec, "speculative_algorithm", "EAGLE"),),))
+        text = f"{placed(spec, 'speculative_algorithm')} is not one of {', '.join(ALGORITHMS)}"
+        yield Violation(text, set_each(subject, spec, "speculative_algorithm", "EAGLE"))
 
 
 @rule("PLAN-SPEC-NO-EFFECT", "--sglang-speculative-algorithm")
@@ -81,9 +81,9 @@ def chain_has_a_token_more_than_steps(subject: Subject, spec: EngineGroupSpec) -
     if _algorithm(spec) is None or None in (steps, branches, tokens) or branches != 1 or tokens == (steps or 0) + 1:
         return
     yield Violation(
-        f"{shown(spec, 'speculative_num_draft_tokens')}{where(spec)}: with {shown(spec, 'speculative_eagle_topk')} SGLang uses "
+        f"{placed(spec, 'speculative_num_draft_tokens')}: with {shown(spec, 'speculative_eagle_topk')} SGLang uses "
         f"{shown(spec, 'speculative_num_steps')} + 1 = {(steps or 0) + 1}",
-        ((set_argument(subject, spec, "speculative_num_draft_tokens", (steps or 0) + 1),),),
+        set_each(subject, spec, "speculative_num_draft_tokens", (steps or 0) + 1),
     )
 
 
@@ -96,9 +96,9 @@ def tree_has_so_many_tokens(subject: Subject, spec: EngineGroupSpec) -> Iterator
     nodes = branches + (steps - 1) * branches**2 + 1
     if tokens > nodes:
         yield Violation(
-            f"{shown(spec, 'speculative_num_draft_tokens')}{where(spec)} exceeds the {nodes} nodes of a tree with "
+            f"{placed(spec, 'speculative_num_draft_tokens')} exceeds the {nodes} nodes of a tree with "
             f"{shown(spec, 'speculative_num_steps')} and {shown(spec, 'speculative_eagle_topk')}",
-            ((set_argument(subject, spec, "speculative_num_draft_tokens", nodes),),),
+            set_each(subject, spec, "speculative_num_draft_tokens", nodes),
         )
 
 
@@ -111,7 +111,7 @@ def there_is_a_draft(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violat
     own = name in DRAFTS_OF_MODEL and subject.engine_config_json is not None
     if (own and not subject.rollout_architecture.mtp_layers) or name in ("EAGLE3", "STANDALONE", "DFLASH"):
         reason = "the checkpoint has no MTP layer" if own else "it needs a draft model"
-        text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} without --sglang-speculative-draft-model-path: {reason}"
+        text = f"{placed(spec, 'speculative_algorithm')} without --sglang-speculative-draft-model-path: {reason}"
         yield Violation(text, (_without(subject, spec),), "use a draft model")
 
 
@@ -119,7 +119,7 @@ def there_is_a_draft(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violat
 def drafts_need_one_stage(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """SGLang supports speculative decoding in a single pipeline stage only."""
     if _algorithm(spec) is not None and spec.pp_size > 1:
-        text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} cannot be combined with {shown(spec, 'pp_size')}"
+        text = f"{placed(spec, 'speculative_algorithm')} cannot be combined with {shown(spec, 'pp_size')}"
         yield Violation(text, ((set_argument(subject, spec, "pp_size", None),), _without(subject, spec)))
 
 
@@ -128,5 +128,5 @@ def algorithm_knows_replicas(subject: Subject, spec: EngineGroupSpec) -> Iterato
     """Some speculative algorithms do not support DP attention."""
     name = _algorithm(spec)
     if name in _WITHOUT_DP_ATTENTION and spec.dp_size > 1:
-        text = f"{shown(spec, 'speculative_algorithm')}{where(spec)} cannot be combined with --sglang-enable-dp-attention"
+        text = f"{placed(spec, 'speculative_algorithm')} cannot be combined with --sglang-enable-dp-attention"
         yield Violation(text, (_without(subject, spec),))

@@ -11,7 +11,7 @@ from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.parallel import trainer_gpus
 from fuligo.planner.rules.rule import Fix, Violation, divisors, nearest_first, rule
-from fuligo.planner.rules.servers import all_groups, engine_size, group_rule, option, resizes, running, set_argument, shown, where
+from fuligo.planner.rules.servers import all_groups, engine_size, group_rule, option, placed, resizes, running, set_each, where
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count
 
@@ -88,8 +88,8 @@ def pipeline_divides_engine(subject: Subject, spec: EngineGroupSpec) -> Iterator
     """An engine's GPUs are its tensor-parallel GPUs times its pipeline stages."""
     if spec.num_gpus_per_engine % spec.pp_size:
         sizes = nearest_first(spec.pp_size, divisors(spec.num_gpus_per_engine))
-        text = f"{shown(spec, 'pp_size')}{where(spec)} does not divide {engine_size(subject, spec)}"
-        yield Violation(text, tuple((set_argument(subject, spec, "pp_size", size),) for size in sizes))
+        text = f"{placed(spec, 'pp_size')} does not divide {engine_size(subject, spec)}"
+        yield Violation(text, set_each(subject, spec, "pp_size", *sizes))
 
 
 @group_rule("PLAN-ENGINE-PP-LAYERS", "--sglang-pp-size", groups=running)
@@ -98,8 +98,8 @@ def pipeline_has_layers(subject: Subject, spec: EngineGroupSpec) -> Iterator[Vio
     num_layers = subject.rollout_architecture.num_layers
     if spec.pp_size > num_layers and spec.num_gpus_per_engine % spec.pp_size == 0:
         sizes = [size for size in divisors(spec.num_gpus_per_engine) if size <= num_layers]
-        text = f"{shown(spec, 'pp_size')}{where(spec)} exceeds the model's {num_layers} layers"
-        yield Violation(text, tuple((set_argument(subject, spec, "pp_size", size),) for size in nearest_first(spec.pp_size, sizes)))
+        text = f"{placed(spec, 'pp_size')} exceeds the model's {num_layers} layers"
+        yield Violation(text, set_each(subject, spec, "pp_size", *nearest_first(spec.pp_size, sizes)))
 
 
 @rule("PLAN-PD-PAIR", "--sglang-config")

@@ -28,10 +28,7 @@ class ArgsView:
     __slots__ = ("_config", "_own")
 
     def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
-        """Create the view of a config.
-
-        `own`: the user's entries; None reads them from `--custom-config-path`, and raises ConfigError as `custom_entries` does.
-        """
+        """Create the view of a config, with the user's own entries; None reads them from `--custom-config-path` (`custom_entries`)."""
         object.__setattr__(self, "_config", config)
         object.__setattr__(self, "_own", custom_entries(config) if own is None else own)
 
@@ -73,11 +70,7 @@ class ArgsView:
 
 
 def custom_entries(config: Config) -> dict[str, Any]:
-    """Return the entries of `--custom-config-path`; empty without it.
-
-    Raises ConfigError if the file cannot be read, is not a YAML mapping of names, or has an entry that begins with an underscore or has the
-    name of a flag.
-    """
+    """Return the entries of `--custom-config-path`; empty without it. Raises ConfigError if the file or a name in it is not valid."""
     given = config.observability.custom_config_path
     if given is None:
         return {}

@@ -53,10 +53,7 @@ def yaml_text(config: Config, name: str = "FILE") -> str:
 
 
 def load_yaml(path: Path) -> Config:
-    """Load the config of a file; flags that it does not name keep their defaults.
-
-    Raises ConfigError if the file cannot be read, is not YAML, or holds unknown, misplaced or invalid keys, naming all of them.
-    """
+    """Load the config of a file; flags that it does not name keep their defaults. Raises a ConfigError that names all problems."""
     given = read_yaml(path)
     return build_config(given.assignments, given.problems)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fuligo.config.flag import PREFIXES, option_name
 from fuligo.config.flags import Flag, Kind, did_you_mean, flags, name_problem, nearest, passthrough_flags
-from fuligo.config.groups import GROUPS
+from fuligo.config.groups import GROUPS, group_doc
 from fuligo.config.schemas import BACKENDS, Schema, schema
 from fuligo.errors import ConfigError
 
@@ -73,8 +73,7 @@ def help_text(topic: str = "") -> str:
 
 
 def _group_text(group: str) -> str:
-    doc = (GROUPS[group].__doc__ or "").strip().splitlines()[0]
-    return "\n".join([f"{group}: {doc}", *(_flag_text(flag) for flag in flags().values() if flag.group == group)]) + "\n"
+    return "\n".join([f"{group}: {group_doc(group)}", *(_flag_text(flag) for flag in flags().values() if flag.group == group)]) + "\n"
 
 
 def _argument_text(backend: Schema, topic: str) -> str | None:

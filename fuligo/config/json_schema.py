@@ -3,7 +3,7 @@
 from typing import Any
 
 from fuligo.config.flags import Flag, Kind, flags, passthrough_flags, sections
-from fuligo.config.groups import GROUPS
+from fuligo.config.groups import GROUPS, group_doc
 from fuligo.config.schemas import BACKENDS
 
 _TYPES: dict[Kind, dict[str, Any]] = {
@@ -38,16 +38,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _group(name: str, members: dict[str, Flag]) -> dict[str, Any]:
-    doc = (
-        (GROUPS[name].__doc__ or "").strip().splitlines()[0]
-        if name in GROUPS
-        else f"Arguments passed on to {BACKENDS[name]}, by their names there."
-    )
+    typed = name in GROUPS
     return {
-        "description": doc,
+        "description": group_doc(name) if typed else f"Arguments passed on to {BACKENDS[name]}, by their names there.",
         "type": ["object", "null"],
         # Aliases and deprecated names of a backend's arguments are also accepted in a file.
-        "additionalProperties": name in BACKENDS,
+        "additionalProperties": not typed,
         "properties": {member: _property(flag) for member, flag in members.items()},
     }
 

@@ -22,10 +22,6 @@ SHARED = (
     *(name for name, flag in flags().items() if flag.group == "engine"),
 )
 """Flags of the processes that all runs share, including all flags of the engines."""
-SHARED_ARGUMENTS = ("sglang", "router")
-"""Groups of pass-through arguments of the engines."""
-SHARED_PATHS = ("hf_checkpoint", "ref_load")
-"""Flags of the shared base weights, compared as resolved paths."""
 PATHS_WRITTEN: Mapping[str, Callable[[Config, datetime], str | None]] = {
     "--run-dir": lambda config, started: str(config.run_directory(started)),
     "--save": lambda config, started: config.checkpoint.save or str(config.run_directory(started) / "checkpoints"),
@@ -36,11 +32,9 @@ PATHS_WRITTEN: Mapping[str, Callable[[Config, datetime], str | None]] = {
 
 
 def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[str]:
-    """Return why these runs cannot share a trainer and an engine, one text each.
+    """Return why these runs (name -> config) cannot share a trainer and an engine, one text each.
 
-    Args:
-        configs: by the name of the run
-        started: start time, the default name of a run directory
+    `started`: start time, the default name of a run directory.
     """
     if world_size() > 1:
         return ["cannot share a trainer that torchrun started: there is one trainer process; start without torchrun"]
@@ -80,11 +74,13 @@ def _problems_alone(config: Config) -> Iterator[str]:
 def _clashes(configs: Mapping[str, Config]) -> Iterator[str]:
     """Yield the flags of the shared processes that differ between the first run and another."""
     (first, shared), *others = configs.items()
+    # Paths of the shared base weights are compared as resolved ones; the arguments of `sglang` and `router` are the engines'.
     compared: dict[str, Callable[[Config], object]] = {
         **{flags()[name].option: partial(Config.value_of, name=name) for name in SHARED},
         "--rollout-backend": lambda config: config.resolved_rollout_backend,
-        **{flags()[name].option: partial(_path, name=name) for name in SHARED_PATHS},
-        **{f"--{group}-*": partial(_arguments, group=group) for group in SHARED_ARGUMENTS},
+        **{flags()[name].option: partial(_path, name=name) for name in ("hf_checkpoint", "ref_load")},
+        "--sglang-*": lambda config: dict(config.sglang.items()),
+        "--router-*": lambda config: dict(config.router.items()),
     }
     for option, of in compared.items():
         for name, config in others:
@@ -95,10 +91,6 @@ def _clashes(configs: Mapping[str, Config]) -> Iterator[str]:
 def _path(config: Config, name: str) -> object:
     given = config.value_of(name)
     return Path(given).resolve() if isinstance(given, str) else given
-
-
-def _arguments(config: Config, group: str) -> object:
-    return dict(getattr(config, group).items())
 
 
 def _shown(value: object) -> str:

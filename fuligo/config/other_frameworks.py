@@ -28,11 +28,7 @@ def moved() -> dict[str, str]:
 
 
 def elsewhere(name: str) -> str:
-    """Return `; use --lr` for a setting of another framework; an empty string if the name is unknown.
-
-    Args:
-        name: `learning_rate`, or with dots as verl's `actor_rollout_ref.actor.optim.lr`.
-    """
+    """Return `; use --lr` for `learning_rate` or verl's `actor_rollout_ref.actor.optim.lr`; an empty string if the name is unknown."""
     name = name.lstrip("+").replace("-", "_")
     advice = _of_verl(name.split(".")) if "." in name else moved().get(name)
     return f"; {advice}" if advice is not None else ""

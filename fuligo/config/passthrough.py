@@ -25,10 +25,7 @@ class PassThrough:
     """Section of a config file, and name of the schema."""
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        """Check names and values.
-
-        Raises ValueError if a name is unknown or reserved, or a value is not valid, listing every such argument.
-        """
+        """Check names and values. Raises a ValueError that lists every argument with an unknown or reserved name, or an invalid value."""
         values, problems = self._checked(given) if given else ({}, [])
         if problems:
             raise ValueError("; ".join(f"{name}: {text}" for name, text, _ in problems))
@@ -111,13 +108,9 @@ class PassThrough:
             raise ValueError(f"must hold arguments of {cls.schema().backend}")
         values, problems = cls._checked(given)
         if problems:
-            raise ValidationError.from_exception_data(
-                cls.__name__,
-                [
-                    InitErrorDetails(type=PydanticCustomError("argument", "{text}", {"text": text}), loc=(name,), input=value)
-                    for name, text, value in problems
-                ],
-            )
+            errors = ((name, PydanticCustomError("argument", "{text}", {"text": text}), value) for name, text, value in problems)
+            details = [InitErrorDetails(type=error, loc=(name,), input=value) for name, error, value in errors]
+            raise ValidationError.from_exception_data(cls.__name__, details)
         made = object.__new__(cls)
         made._values = values
         return made
@@ -169,10 +162,7 @@ def deprecation(backend: Schema, name: str, show: Callable[[str], str]) -> str |
 
 
 def resolved_value(backend: Schema, alias_value: Any, name: str, value: Any) -> Any:
-    """Return the typed value. For a switch that is an alias for one value of an argument, return that value.
-
-    Raises ValueError if the value is not valid.
-    """
+    """Return the typed value, or that of a switch that is an alias for one value. Raises ValueError if the value is not valid."""
     if alias_value is None:
         return checked_value(backend.flags[name], value)
     if value is not True:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fuligo.config.flags import Flag, flags, passthrough_flags
-from fuligo.config.groups import GROUPS
+from fuligo.config.groups import GROUPS, group_doc
 from fuligo.config.help import placeholder, shown_default
 from fuligo.config.schemas import BACKENDS, schema
 
@@ -42,9 +42,9 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     yield _INTRODUCTION
-    for group, model in GROUPS.items():
+    for group in GROUPS:
         yield f"## {group}\n"
-        yield f"{(model.__doc__ or '').strip().splitlines()[0]}\n"
+        yield f"{group_doc(group)}\n"
         yield "| flag | value | default | meaning | from |"
         yield "|---|---|---|---|---|"
         yield from (_row(flag) for flag in flags().values() if flag.group == group)

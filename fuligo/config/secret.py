@@ -66,8 +66,7 @@ class Secret:
 def protect(text: str, variable: str, *, always: bool = False) -> str | Secret:
     """Return a `Secret` for a reference such as `${WANDB_API_KEY}`, for a URL with a password, and if `always`; else the text itself.
 
-    Args:
-        variable: environment variable that the placeholder names if the value was given as text.
+    The placeholder of a value that was given as text names the environment `variable`.
     """
     if (reference := _REFERENCE.fullmatch(text)) is not None:
         return Secret(reference[1], os.environ.get(reference[1]))
@@ -121,10 +120,7 @@ class Environment:
         return default if known is None else known
 
     def reveal(self) -> dict[str, str]:
-        """Return all values, for the environment of a process.
-
-        Raises ConfigError if one refers to an environment variable that is not set.
-        """
+        """Return all values, for the environment of a process. Raises ConfigError if one refers to a variable that is not set."""
         return {name: reveal(value) for name, value in self._values.items()}
 
     def secrets(self) -> Environment:

@@ -40,8 +40,7 @@ def read_topology(file: Path) -> Topology:
 def topology_from_text(text: str, file: Path) -> Topology:
     """Read the text of a `--sglang-config` file. Never raises: errors are in `problems`.
 
-    Args:
-        file: path for messages and for model paths relative to it; it need not exist.
+    `file`: path for messages and for model paths relative to it; it need not exist.
     """
     try:
         root = compose(text)

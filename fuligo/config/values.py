@@ -18,7 +18,7 @@ _MAX_TEXT = 100_000
 
 
 def read_layers(text: str) -> list[int]:
-    """Parse a pattern: `[0]*3+[1]*2` -> `[0, 0, 0, 1, 1]`. It may hold lists of integers, `+`, `*` and parentheses.
+    """Parse a pattern of lists of integers, `+`, `*` and parentheses: `[0]*3+[1]*2` -> `[0, 0, 0, 1, 1]`.
 
     Raises ValueError if the text is not such a pattern, or describes more than 10,000 layers.
     """
@@ -79,11 +79,7 @@ class _InvalidItem(Exception):
 
 
 def checked_value(flag: Flag, given: Any) -> Any:
-    """Convert `given` to the type of the flag.
-
-    Raises:
-        ValueError: the value is not valid; the text names the rule, as in `'x' is not valid; it must be an integer >= 1`.
-    """
+    """Convert `given` to the type of the flag. Raises ValueError with the rule: `'x' is not valid; it must be an integer >= 1`."""
     try:
         return _READERS[flag.kind](flag, given)
     except _InvalidItem as error:

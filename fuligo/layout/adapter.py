@@ -177,9 +177,8 @@ class AdapterShape:
     def experts_parameters(self, layer: Layer, num_expert_ranks: int = 1, num_sharing: int = 1) -> int:
         """Return the number of parameters of A and B of a layer's experts on one rank; 0 if they are not adapted.
 
-        Args:
-            num_expert_ranks: number of ranks over which the experts are distributed.
-            num_sharing: number of ranks that split each expert's intermediate size; factors of the hidden size are replicated.
+        The experts are distributed over `num_expert_ranks`. `num_sharing` ranks split the intermediate size of each; factors of the hidden
+        size are replicated.
         """
         experts = self.architecture.experts
         if experts is None or not self.adapts_experts(layer):

@@ -30,12 +30,9 @@ class ForwardFlops:
     """Maximum number of tokens that a token attends to in layers with a window; 0 without such layers."""
 
     def sequence(self, length: float, square: float, num_logits: float) -> float:
-        """Return the mean FLOPs per sequence, given mean sizes of the sequences.
+        """Return the mean FLOPs per sequence, given means over the sequences.
 
-        Args:
-            length: mean length in tokens.
-            square: mean of the squared length, about twice the number of causal attention pairs.
-            num_logits: mean number of tokens that pass through the head.
+        These are length in tokens, squared length (about twice the number of causal attention pairs), and tokens that reach the head.
         """
         pairs = square / 2
         attended = pairs if self.top_k is None else min(pairs, length * self.top_k)

@@ -118,17 +118,13 @@ def _checked_shape(subject: Subject, world_size: int) -> Layout:
     try:
         shape = layout_of(subject.config)
     except IndivisibleRanksError as error:
-        raise ConfigError(
-            f"{error.sizes} does not divide the number of processes of the conversion ({world_size}); change either"
-        ) from None
+        problem = f"does not divide the number of processes of the conversion ({world_size})"
+        raise ConfigError(f"{error.sizes} {problem}; change either") from None
     heads, experts = subject.architecture.attention.num_heads, subject.architecture.experts
-    if heads % shape.tp:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {shape.tp} does not divide the model's {heads} attention heads; choose a divisor of {heads}"
-        )
-    if experts is not None and experts.num_experts % shape.ep:
-        raise ConfigError(
-            f"--expert-model-parallel-size {shape.ep} does not divide the model's {experts.num_experts} experts; "
-            f"choose a divisor of {experts.num_experts}"
-        )
+    for option, size, number, parts in (
+        ("--tensor-model-parallel-size", shape.tp, heads, "attention heads"),
+        ("--expert-model-parallel-size", shape.ep, 0 if experts is None else experts.num_experts, "experts"),
+    ):
+        if number % size:
+            raise ConfigError(f"{option} {size} does not divide the model's {number} {parts}; choose a divisor of {number}")
     return shape

@@ -17,9 +17,10 @@ from fuligo.planner.memory.activations import BF16, FP32
 from fuligo.planner.plan import Disk, Plan
 from fuligo.planner.roofline import assumptions
 from fuligo.planner.subject import Assumed, Subject, read_subject
-from fuligo.planner.suggestions import Remedy, remedies
+from fuligo.planner.suggestions import remedies
 
 LAYOUT = "PLAN-LAYOUT"
+NO_REMEDY = "Use more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough."
 
 
 def make_plan(
@@ -67,10 +68,11 @@ def make_plan(
         problems = (Finding(LAYOUT, Severity.ERROR, problem, ()) for problem in error.problems)
         return replace(plan, findings=errors_first((*problems, *findings)))
     found = () if numbers.fits else remedies(subject, host_memory_bytes)
+    fix = {"fix": found[0].changes} if found else {"advice": NO_REMEDY}
     memory = memory_findings(subject, numbers, host_memory_given=host_memory_bytes is not None)
     return replace(
         plan,
-        findings=errors_first((*plan.findings, *(_with_remedy(finding, found) for finding in memory))),
+        findings=errors_first((*plan.findings, *(each if each.id == HOST else replace(each, **fix) for each in memory))),
         layout=numbers.layout,
         memory=numbers.memory,
         capacities=numbers.capacities,
@@ -82,14 +84,6 @@ def make_plan(
     )
 
 
-def _with_remedy(finding: Finding, found: tuple[Remedy, ...]) -> Finding:
-    if finding.id == HOST:
-        return finding
-    if found:
-        return replace(finding, fix=found[0].changes)
-    return replace(finding, advice="Use more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough.")
-
-
 def disk_of_checkpoints(subject: Subject) -> Disk | None:
     """Return the space of checkpoints and exports; None if the run saves none."""
     config, model = subject.config, subject.architecture
@@ -97,15 +91,13 @@ def disk_of_checkpoints(subject: Subject) -> Disk | None:
         return None
     saved = config.trainer_capabilities.saved_bytes
     if subject.adapter is not None:
-        return _disk(config, saved.adapter * subject.adapter.num_parameters, FP32 * subject.adapter.num_parameters)
-    num_parameters = model.num_parameters + subject.num_loaded_mtp_parameters
-    carried = BF16 * subject.num_carried_mtp_parameters
-    trained = (saved.weights + 2 * FP32) * (2 if config.trains_values else 1)
-    reference = saved.reference if config.train.ref_update_interval is not None else 0
-    return _disk(config, num_parameters * (trained + reference) + carried, num_parameters * BF16 + carried)
-
-
-def _disk(config: Config, checkpoint_bytes: int, export_bytes: int) -> Disk:
+        checkpoint_bytes, export_bytes = (size * subject.adapter.num_parameters for size in (saved.adapter, FP32))
+    else:
+        num_parameters = model.num_parameters + subject.num_loaded_mtp_parameters
+        carried = BF16 * subject.num_carried_mtp_parameters
+        trained = (saved.weights + 2 * FP32) * (2 if config.trains_values else 1)
+        reference = saved.reference if config.train.ref_update_interval is not None else 0
+        checkpoint_bytes, export_bytes = num_parameters * (trained + reference) + carried, num_parameters * BF16 + carried
     saves, keep, exports = _num_saves(config), config.checkpoint.keep_checkpoints, config.checkpoint.save_hf
     return Disk(
         checkpoint_bytes=checkpoint_bytes,

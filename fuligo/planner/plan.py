@@ -259,6 +259,7 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
 
     `notes` are the warnings of the command-line parser.
     """
+    defaults = Config().model_dump(mode="json")
     document = {
         "schema_version": SCHEMA_VERSION,
         "name": plan.name,
@@ -286,18 +287,11 @@ def plan_document(plan: Plan, config: Config, notes: Sequence[str] = ()) -> dict
         "disk": None if plan.disk is None else {**asdict(plan.disk), "used_bytes": plan.disk.used_bytes},
         "suggestions": [asdict(suggestion) for suggestion in plan.suggestions],
         "assumptions": plan.assumptions,
-        "settings": _settings(config),
+        "settings": [
+            {"group": group, "name": name, "value": value, "is_default": name in defaults[group] and defaults[group][name] == value}
+            for group, values in config.model_dump(mode="json").items()
+            for name, value in values.items()
+        ],
     }
     # Tuples become lists, so that the document equals the parsed file. Plans are shared, so passwords in URLs are hidden.
     return json.loads(hide_credentials(json.dumps(document)))
-
-
-def _settings(config: Config) -> list[dict[str, Any]]:
-    """Return every value of the config by group, and whether it is the default."""
-    defaults = Config().model_dump(mode="json")
-    values_by_group = config.model_dump(mode="json")
-    return [
-        {"group": group, "name": name, "value": value, "is_default": name in defaults[group] and defaults[group][name] == value}
-        for group, values in values_by_group.items()
-        for name, value in values.items()
-    ]

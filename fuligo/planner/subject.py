@@ -121,6 +121,10 @@ def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (
     Raises ConfigError if the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
     """
     trained, served = find_architectures(config)
+    try:
+        adapter = adapter_of(config) if config.trains else None
+    except CheckpointError as error:
+        raise ConfigError(f"--lora-adapter: {error}; without the directory, plan with --lora-rank in place of --lora-adapter") from error
     trainer_config_json, teacher_config_json = find_trainer_config_json(config), find_teacher_config_json(config)
     computed = (found for found in (trainer_config_json, teacher_config_json) if found is not None)
     if config.train.share_prefixes == "auto" and any(unshareable_because(found.values) for found in computed):
@@ -135,17 +139,10 @@ def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (
         None if teacher_config_json is None else architecture_of(teacher_config_json.values, teacher_config_json.source),
         teacher_config_json,
         find_served_architectures(config),
-        _adapter_config(config),
+        adapter,
         tuple(sharing),
         assumed or Assumed(),
     )
-
-
-def _adapter_config(config: Config) -> AdapterConfig | None:
-    try:
-        return adapter_of(config) if config.trains else None
-    except CheckpointError as error:
-        raise ConfigError(f"--lora-adapter: {error}; without the directory, plan with --lora-rank in place of --lora-adapter") from error
 
 
 def value_architecture(policy: Architecture) -> Architecture:

@@ -29,3 +29,8 @@ class TypedFlags(FlagGroup):
 
 GROUPS: dict[str, type[FlagGroup]] = {name: type(field.default) for name, field in TypedFlags.model_fields.items()}
 """Section of a config file -> its flags."""
+
+
+def group_doc(group: str) -> str:
+    """Return the first line of a group's docstring, which the help shows."""
+    return (GROUPS[group].__doc__ or "").strip().splitlines()[0]

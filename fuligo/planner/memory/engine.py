@@ -146,7 +146,10 @@ def engine_memory(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu, r
     draft_layers = architecture.mtp_layers if settings.drafts_with_own_layers else ()
     draft = held(part for layer in draft_layers for part in layer.parts)
     counted, allocated = (round(size) for size in _cache_bytes(spec, architecture, len(draft_layers)))
-    states = _states_bytes(spec, architecture, max(0, static - weights - draft))
+    states = 0
+    if architecture.linear_attention is not None:  # a share of the rest after weights (`model_runner_kv_cache_mixin`)
+        ratio, per_request = spec.arguments.value("mamba_full_memory_ratio"), state_bytes_per_request(spec, architecture)
+        states = int(max(0, static - weights - draft) * ratio / (1 + ratio)) // per_request * per_request
     tokens = max(0, static - weights - draft - states) // counted
     limit = spec.arguments.get("max_total_tokens")
     tokens = min(tokens, limit) if limit else tokens
@@ -177,14 +180,9 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     before_cache = ("weights", *(["draft weights"] if memory.draft_weights else []), *(["states"] if memory.states else []))
     if memory.draft_weights:
         items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own MTP layers"))
-    items.append(
-        MemoryItem(
-            "kv_cache",
-            memory.kv_tokens * memory.cached_bytes_per_token,
-            f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: the rest of --sglang-mem-fraction-static "
-            f"{settings.mem_fraction_static:g} ({amount(memory.static)}) after {' and '.join(before_cache)}",
-        )
-    )
+    rest = f"the rest of --sglang-mem-fraction-static {settings.mem_fraction_static:g} ({amount(memory.static)})"
+    note = f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: {rest} after {' and '.join(before_cache)}"
+    items.append(MemoryItem("kv_cache", memory.kv_tokens * memory.cached_bytes_per_token, note))
     if memory.states:
         per_request = state_bytes_per_request(spec, architecture)
         requests = count(memory.states // per_request, "request")
@@ -192,13 +190,8 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
         items.append(MemoryItem("states", memory.states, note))
     items.append(_activations(spec, memory))
     if graphs := decode_graph_bytes(settings) + prefill_graph_bytes(settings, architecture):
-        items.append(
-            MemoryItem(
-                "graphs",
-                graphs,
-                f"CUDA graphs for decoding up to batch {settings.graph_batch}, and {settings.num_prefill_graphs} for prefill",
-            )
-        )
+        note = f"CUDA graphs for decoding up to batch {settings.graph_batch}, and {settings.num_prefill_graphs} for prefill"
+        items.append(MemoryItem("graphs", graphs, note))
     if memory.record.gpu_bytes:
         items.append(MemoryItem("routing_record", memory.record.gpu_bytes, "experts of the largest batch's tokens, all layers, int32"))
     if settings.uses_deepep:
@@ -295,15 +288,6 @@ def _grouped_elements(spec: EngineGroupSpec, architecture: Architecture, num_dra
         total += math.ceil(num_layers / spec.pp_size) * on_a_rank(heads) * (share if is_apart else 1.0)
     drafting = architecture.attention
     return total + (num_draft_layers * on_a_rank(drafting) if isinstance(drafting, GroupedAttention) else 0)
-
-
-def _states_bytes(spec: EngineGroupSpec, architecture: Architecture, rest: int) -> int:
-    """Return the bytes that SGLang reserves for states of linear attention, of the `rest` after weights (`model_runner_kv_cache_mixin`)."""
-    if architecture.linear_attention is None:
-        return 0
-    ratio = spec.arguments.value("mamba_full_memory_ratio")
-    per_request = state_bytes_per_request(spec, architecture)
-    return int(rest * ratio / (1 + ratio)) // per_request * per_request
 
 
 def state_bytes_per_request(spec: EngineGroupSpec, architecture: Architecture) -> int:

@@ -18,11 +18,8 @@ from fuligo.quantities import count
 
 def _num_gpus_given(subject: Subject) -> str:
     config = subject.config
-    if config.cluster.rollout_num_gpus is not None:
-        return f"--rollout-num-gpus {config.resolved_rollout_num_gpus}"
-    if config.cluster.colocate:
-        return f"{trainer_gpus(config)}, shared by --colocate"
-    return f"--rollout-num-gpus {config.resolved_rollout_num_gpus}"
+    shares = config.cluster.colocate and config.cluster.rollout_num_gpus is None
+    return f"{trainer_gpus(config)}, shared by --colocate" if shares else f"--rollout-num-gpus {config.resolved_rollout_num_gpus}"
 
 
 @rule("PLAN-SERVER-GPUS", "--sglang-config", "--rollout-num-gpus")

@@ -5,7 +5,6 @@ Sources: Megatron-Core 0.16.1, `TransformerConfig.__post_init__`, `MoELayer`, `t
 
 from collections.abc import Iterator
 
-from fuligo.config import Config
 from fuligo.config.findings import Change, Rule, Severity, simple_rule
 from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
@@ -22,25 +21,19 @@ def _has_experts(subject: Subject) -> bool:
 @rule("PLAN-MOE-DENSE", "--expert-model-parallel-size", "--moe-enable-deepep", "--moe-token-dispatcher-type")
 def experts_exist(subject: Subject) -> Iterator[Violation]:
     """Expert flags have no effect on a model without experts, and Megatron rejects expert parallelism for it."""
-    config = subject.config
     if not subject.is_megatron or subject.architecture.experts is not None:
         return
-    if given := _flags_of_experts(config):
-        text = f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts"
-        yield Violation(text, (tuple(unset_flag(name) for name in given),), flags=tuple(option_name(name) for name in given))
-
-
-def _flags_of_experts(config: Config) -> dict[str, str]:
-    """Return name -> flag as typed, for expert flags with an effect."""
-    sizes, algorithm = config.parallel, config.algorithm
-    given = {
+    sizes, algorithm = subject.config.parallel, subject.config.algorithm
+    typed = {
         "expert_model_parallel_size": sizes.expert_model_parallel_size > 1 and f" {sizes.expert_model_parallel_size}",
         "moe_token_dispatcher_type": sizes.moe_token_dispatcher_type != "allgather" and f" {sizes.moe_token_dispatcher_type}",
         "moe_enable_deepep": sizes.moe_enable_deepep and " ",
         "use_routing_replay": algorithm.use_routing_replay and " ",
         "use_rollout_routing_replay": algorithm.use_rollout_routing_replay and " ",
     }
-    return {name: f"{option_name(name)}{value}".strip() for name, value in given.items() if value}
+    if given := {name: f"{option_name(name)}{value}".strip() for name, value in typed.items() if value}:
+        text = f"{', '.join(given.values())}: the model ({subject.architecture.model_type}) has no experts"
+        yield Violation(text, (tuple(unset_flag(name) for name in given),), flags=tuple(option_name(name) for name in given))
 
 
 @rule("PLAN-EP-EXPERTS", "--expert-model-parallel-size")

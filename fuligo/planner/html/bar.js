@@ -67,7 +67,7 @@ function memoryBar(bar, scale) {
       "aria-label": `${bar.owner}: ${gibibytes(bar.used_bytes)} of ${gibibytes(bar.capacity_bytes)}, ${roomText(bar)}`,
     },
     element("div", { class: "room", "--width": percent(bar.capacity_bytes / scale) }),
-    element("div", { class: "segments" }, segments),
+    div("segments", segments),
     bar.fits
       ? null
       : element("div", { class: "excess", "--left": percent(bar.capacity_bytes / scale), "--width": percent(-bar.free_bytes / scale) }),
@@ -77,6 +77,4 @@ function memoryBar(bar, scale) {
 
 const barScale = (bars) => Math.max(1, ...bars.map((bar) => Math.max(bar.capacity_bytes, bar.used_bytes)));
 
-function legend(entries) {
-  return element("ul", { class: "legend" }, entries.map(([label, colour]) => element("li", {}, swatch(colour), label)));
-}
+const legend = (entries) => list("legend", entries.map(([label, colour]) => element("li", {}, swatch(colour), label)));

@@ -28,9 +28,8 @@ function facesOf(gpu) {
   if (dimension) {
     const rank = dimension.rank(gpu);
     if (rank === null) return [{ kind: "role-none", colour: {}, label: "" }];
-    return [
-      { kind: "rank", colour: rankColour(rank, dimension.size), label: drawn.shape.cell > 50 ? `${dimension.label} ${rank}` : `${rank}` },
-    ];
+    const label = drawn.shape.cell > 50 ? `${dimension.label} ${rank}` : `${rank}`;
+    return [{ kind: "rank", colour: rankColour(rank, dimension.size), label }];
   }
   const roles = [gpu.trainer && "trainer", workerType(gpu)].filter(Boolean);
   const wide = drawn.shape.cell > 62;
@@ -59,17 +58,15 @@ function clusterSection() {
   return section(
     "cluster",
     "Cluster",
-    element("p", { class: "lead" }, `${text}. Hover over a GPU, tap it, or use the arrow keys; Enter pins the GPU, Escape unpins it.`),
+    lead(`${text}. Hover over a GPU, tap it, or use the arrow keys; Enter pins the GPU, Escape unpins it.`),
     colourSwitch(() => redraw()),
-    element("div", { class: "cluster" }, element("div", { class: "cluster-left" }, key, picture), inspector),
+    div("cluster", div("cluster-left", key, picture), inspector),
   );
 }
 
 function colourSwitch(changed) {
-  const options = [
-    ["role", "Role", "trainer or engine"],
-    ...shownDimensions.map((dimension) => [dimension.key, dimension.label, dimension.name]),
-  ];
+  const dimensions = shownDimensions.map((dimension) => [dimension.key, dimension.label, dimension.name]);
+  const options = [["role", "Role", "trainer or engine"], ...dimensions];
   const choose = (colour) => {
     Object.assign(state, { colour, peers: null, band: null });
     changed();
@@ -81,42 +78,21 @@ function colourSwitch(changed) {
 function clusterKey(refresh) {
   const dimension = colourDimension();
   if (!dimension) {
-    const roles = [
-      ...new Set(gpus.flatMap((gpu) => [gpu.trainer && "trainer", workerType(gpu), !gpu.trainer && !gpu.engine && "none"].filter(Boolean))),
-    ];
-    return [
-      element(
-        "ul",
-        { class: "legend" },
-        roles.map((role) => element("li", {}, element("span", { class: `swatch role-${role}` }), ROLE_NAMES[role] ?? role)),
-      ),
-    ];
+    const rolesOf = (gpu) => [gpu.trainer && "trainer", workerType(gpu), !gpu.trainer && !gpu.engine && "none"].filter(Boolean);
+    const roles = [...new Set(gpus.flatMap(rolesOf))];
+    return [list("legend", roles.map((role) => element("li", {}, span(`swatch role-${role}`), ROLE_NAMES[role] ?? role)))];
   }
   const show = (band) => () => {
     state.band = band;
     refresh();
   };
-  const bands = Array.from({ length: dimension.size }, (_, rank) =>
-    element(
-      "span",
-      {
-        class: "band",
-        title: `${dimension.label} ${rank}`,
-        onpointerenter: show(rank),
-        onpointerleave: show(null),
-        ...rankColour(rank, dimension.size),
-      },
-      dimension.size <= 16 ? rank : "",
-    ),
-  );
-  return [
-    element("div", { class: "bands", "aria-hidden": "true" }, bands),
-    element(
-      "p",
-      { class: "key-text" },
-      `${dimension.name === "same engine" ? "engines" : `${dimension.name} ranks`} 0 to ${dimension.size - 1}`,
-    ),
-  ];
+  const bands = Array.from({ length: dimension.size }, (_, rank) => {
+    const handlers = { onpointerenter: show(rank), onpointerleave: show(null) };
+    const attributes = { class: "band", title: `${dimension.label} ${rank}`, ...handlers, ...rankColour(rank, dimension.size) };
+    return element("span", attributes, dimension.size <= 16 ? rank : "");
+  });
+  const text = `${dimension.name === "same engine" ? "engines" : `${dimension.name} ranks`} 0 to ${dimension.size - 1}`;
+  return [element("div", { class: "bands", "aria-hidden": "true" }, bands), element("p", { class: "key-text" }, text)];
 }
 
 function drawCluster(picture, refresh) {

@@ -21,15 +21,8 @@ function arrangement(width, numNodes, perNode) {
     const rows = Math.ceil(numNodes / columns);
     const cellHeight = Math.max(24, Math.min(cell * (rows * lines <= 2 ? 1.7 : 1.1), Math.max(64, SPACIOUS_HEIGHT / rows / lines)));
     const nodeHeight = NODE_TITLE + lines * (cellHeight + LINE_GAP) - LINE_GAP + 2 * NODE_PADDING;
-    chosen = {
-      columns,
-      perRow,
-      cell,
-      cellHeight,
-      nodeHeight,
-      nodeWidth: cell * perRow + 2 * NODE_PADDING,
-      height: rows * (nodeHeight + NODE_GAP) - NODE_GAP,
-    };
+    const nodeWidth = cell * perRow + 2 * NODE_PADDING;
+    chosen = { columns, perRow, cell, cellHeight, nodeHeight, nodeWidth, height: rows * (nodeHeight + NODE_GAP) - NODE_GAP };
     if (chosen.height <= COMFORTABLE_HEIGHT) break;
   }
   return chosen;
@@ -39,13 +32,10 @@ function cellBox(gpu, shape) {
   const column = gpu.node % shape.columns;
   const row = Math.floor(gpu.node / shape.columns);
   const inset = shape.cell > 30 ? 2 : 1.2;
+  const line = Math.floor(gpu.local_index / shape.perRow);
   return {
     x: column * (shape.nodeWidth + NODE_GAP) + NODE_PADDING + (gpu.local_index % shape.perRow) * shape.cell + inset,
-    y:
-      row * (shape.nodeHeight + NODE_GAP) +
-      NODE_TITLE +
-      NODE_PADDING +
-      Math.floor(gpu.local_index / shape.perRow) * (shape.cellHeight + LINE_GAP),
+    y: row * (shape.nodeHeight + NODE_GAP) + NODE_TITLE + NODE_PADDING + line * (shape.cellHeight + LINE_GAP),
     width: shape.cell - 2 * inset,
     height: shape.cellHeight,
   };
@@ -68,6 +58,7 @@ function drawCell(gpu, shape, faces, handlers) {
   const radius = Math.min(5, width / 4);
   const part = height / faces.length;
   const clip = `cell-${gpu.index}`;
+  const size = `${Math.max(8.5, Math.min(13, width / 2.6, part * 0.7))}px`;
   return svg(
     "g",
     { class: "cell", role: "button", tabindex: -1, "data-index": gpu.index, ...handlers },
@@ -77,21 +68,10 @@ function drawCell(gpu, shape, faces, handlers) {
       { "clip-path": `url(#${clip})` },
       faces.map((face, index) => svg("rect", { class: `face ${face.kind}`, x, y: y + index * part, width, height: part, ...face.colour })),
     ),
-    faces.map(
-      (face, index) =>
-        face.label &&
-        width >= 14 &&
-        svg(
-          "text",
-          {
-            class: "label",
-            x: x + width / 2,
-            y: y + (index + 0.5) * part,
-            "--size": `${Math.max(8.5, Math.min(13, width / 2.6, part * 0.7))}px`,
-          },
-          face.label,
-        ),
-    ),
+    faces.map((face, index) => {
+      const at = { class: "label", x: x + width / 2, y: y + (index + 0.5) * part, "--size": size };
+      return face.label && width >= 14 && svg("text", at, face.label);
+    }),
     svg("rect", { class: "outline", x, y, width, height, rx: radius }),
   );
 }

@@ -13,7 +13,7 @@ function copyButton(text) {
   return button;
 }
 
-const command = (text) => element("div", { class: "command" }, element("code", {}, text), copyButton(text));
+const command = (text) => div("command", element("code", {}, text), copyButton(text));
 
 // Join the flags to add, ready to be pasted; list other changes.
 const asTyped = (changes) => {
@@ -31,39 +31,26 @@ function findingsSection() {
     plan.findings.map((found) =>
       finding(
         found.severity,
-        element("h3", {}, element("span", { class: "severity" }, found.severity), element("code", {}, found.id)),
+        element("h3", {}, span("severity", found.severity), element("code", {}, found.id)),
         element("p", {}, found.text),
         found.fix.length ? [element("p", { class: "fix-title" }, "Fix (tested against all rules):"), command(asTyped(found.fix))] : null,
         found.advice ? element("p", { class: "advice" }, found.advice) : null,
       ),
     ),
-    plan.notes.map((note) => finding("note", element("h3", {}, element("span", { class: "severity" }, "note")), element("p", {}, note))),
+    plan.notes.map((note) => finding("note", element("h3", {}, span("severity", "note")), element("p", {}, note))),
   );
 }
 
 function suggestionsSection() {
-  return section(
-    "suggestions",
-    "Changes that make it fit",
-    element("p", { class: "lead" }, "Cheapest first."),
-    plan.suggestions.map((suggestion) =>
-      finding(
-        "suggestion",
-        command(asTyped(suggestion.flags)),
-        element(
-          "p",
-          {},
-          suggestion.saved_bytes > 0 ? [element("b", {}, `${gibibytes(suggestion.saved_bytes)} less`), ", "] : null,
-          suggestion.cost,
-        ),
-      ),
-    ),
+  const shown = plan.suggestions.map(({ flags, saved_bytes: saved, cost }) =>
+    finding("suggestion", command(asTyped(flags)), element("p", {}, saved > 0 ? [bold(`${gibibytes(saved)} less`), ", "] : null, cost)),
   );
+  return section("suggestions", "Changes that make it fit", lead("Cheapest first."), shown);
 }
 
 const assumptionsSection = () =>
   section(
     "assumptions",
     "Assumptions of the estimates",
-    element("ul", { class: "assumptions" }, plan.assumptions.map((sentence) => element("li", {}, sentence))),
+    list("assumptions", plan.assumptions.map((sentence) => element("li", {}, sentence))),
   );

@@ -15,9 +15,9 @@ function rankChips(gpu, peersOf, highlighted, choose) {
           onclick: () => choose(dimension.key),
           ...rankColour(dimension.rank(gpu), dimension.size),
         },
-        element("span", { class: "chip-label" }, dimension.label),
-        element("b", {}, dimension.rank(gpu)),
-        element("span", { class: "chip-of" }, `of ${dimension.size}`),
+        span("chip-label", dimension.label),
+        bold(dimension.rank(gpu)),
+        span("chip-of", `of ${dimension.size}`),
       );
     });
   return chips.length ? element("div", { class: "chips", role: "group", "aria-label": "Ranks; choose one to see its peers" }, chips) : null;
@@ -48,27 +48,13 @@ function engineLines(gpu) {
 }
 
 function memoryBlock(bar, scale) {
-  return element(
-    "div",
-    { class: "inspector-memory" },
-    element("h4", {}, bar.owner, element("span", { class: bar.fits ? "room-text" : "room-text bad" }, roomText(bar))),
-    memoryBar(bar, scale),
-    element(
-      "ul",
-      { class: "items" },
-      bar.items
-        .filter((item) => item.num_bytes > 0)
-        .map((item) =>
-          element(
-            "li",
-            { title: item.note },
-            swatch(itemColour(item.name)),
-            element("span", {}, itemLabel(item.name)),
-            element("span", { class: "number" }, gibibytes(item.num_bytes)),
-          ),
-        ),
-    ),
-  );
+  const title = element("h4", {}, bar.owner, span(bar.fits ? "room-text" : "room-text bad", roomText(bar)));
+  const items = bar.items
+    .filter((item) => item.num_bytes > 0)
+    .map(({ name, note, num_bytes: size }) =>
+      element("li", { title: note }, swatch(itemColour(name)), element("span", {}, itemLabel(name)), span("number", gibibytes(size))),
+    );
+  return div("inspector-memory", title, memoryBar(bar, scale), list("items", items));
 }
 
 // `choose(dimension)` highlights the GPU's peers in a dimension, `letGo()` unpins the GPU.
@@ -80,7 +66,7 @@ function inspect(gpu, peersOf, highlighted, choose, letGo) {
       "h3",
       {},
       gpuTitle(gpu),
-      gpu.trainer ? element("span", { class: "rank" }, `trainer rank ${gpu.trainer.rank}`) : null,
+      gpu.trainer ? span("rank", `trainer rank ${gpu.trainer.rank}`) : null,
       element("button", { type: "button", class: "let-go", "aria-label": "Close", onclick: letGo }, "×"),
     ),
     rankChips(gpu, peersOf, highlighted, choose),

@@ -7,38 +7,26 @@ function memorySection() {
   return section(
     "memory",
     "Memory",
-    element("p", { class: "lead" }, "Peak memory of each kind of GPU; the line marks the GPU's capacity."),
+    lead("Peak memory of each kind of GPU; the line marks the GPU's capacity."),
     legend(names.map((name) => [itemLabel(name), itemColour(name)])),
-    element(
-      "div",
-      { class: "memory-bars" },
-      plan.memory.map((bar) => memoryRow(bar, isGpuBar(bar) ? scale : barScale([bar]))),
-    ),
+    div("memory-bars", plan.memory.map((bar) => memoryRow(bar, isGpuBar(bar) ? scale : barScale([bar])))),
     capacities(),
     element("details", {}, element("summary", {}, "Numbers and their derivation"), memoryTable()),
   );
 }
 
-function memoryRow(bar, scale) {
-  return element(
-    "div",
-    { class: "memory-row" },
-    element(
-      "div",
-      { class: "memory-owner" },
-      element("b", {}, bar.owner),
-      element("span", {}, isGpuBar(bar) ? count(bar.num_gpus, "GPU") : ""),
-    ),
+const memoryRow = (bar, scale) =>
+  div(
+    "memory-row",
+    div("memory-owner", bold(bar.owner), element("span", {}, isGpuBar(bar) ? count(bar.num_gpus, "GPU") : "")),
     memoryBar(bar, scale),
-    element(
-      "div",
-      { class: "memory-figures" },
-      element("b", {}, gibibytes(bar.used_bytes)),
+    div(
+      "memory-figures",
+      bold(gibibytes(bar.used_bytes)),
       ` of ${gibibytes(bar.capacity_bytes)}`,
-      element("span", { class: bar.fits ? "" : "bad" }, roomText(bar)),
+      span(bar.fits ? "" : "bad", roomText(bar)),
     ),
   );
-}
 
 function capacities() {
   return plan.engine_capacities.map((capacity) => {
@@ -47,9 +35,9 @@ function capacities() {
       "p",
       { class: "capacity-text" },
       `Each ${group.worker_type} engine holds `,
-      element("b", {}, `${magnitude(capacity.kv_cache_tokens)} tokens`),
+      bold(`${magnitude(capacity.kv_cache_tokens)} tokens`),
       " of KV cache: ",
-      element("b", {}, count(capacity.concurrent_sequences, "sequence")),
+      bold(count(capacity.concurrent_sequences, "sequence")),
       " of the longest prompt and response at a time.",
     );
   });

@@ -4,11 +4,8 @@ function verdict() {
   const errors = plan.findings.filter((finding) => finding.severity === "error").length;
   const warnings = plan.findings.length - errors;
   const words = [errors ? count(errors, "error") : "valid", warnings ? count(warnings, "warning") : null].filter(Boolean).join(", ");
-  return element(
-    "a",
-    { class: `verdict ${errors ? "error" : warnings ? "warning" : "good"}`, href: plan.findings.length ? "#findings" : "#cluster" },
-    words,
-  );
+  const kind = errors ? "error" : warnings ? "warning" : "good";
+  return element("a", { class: `verdict ${kind}`, href: plan.findings.length ? "#findings" : "#cluster" }, words);
 }
 
 function headline() {
@@ -47,7 +44,7 @@ function headline() {
   return element(
     "section",
     { class: "headline", "aria-label": "Summary" },
-    element("div", { class: "title" }, element("h1", {}, plan.name), verdict()),
+    div("title", element("h1", {}, plan.name), verdict()),
     cards(facts),
   );
 }

@@ -1,5 +1,12 @@
 // Facts derived from the plan: groups of GPUs, and the memory bars and names of a GPU.
 
+// Elements with a class and no other attribute.
+const div = (kind, ...children) => element("div", { class: kind }, ...children);
+const span = (kind, ...children) => element("span", { class: kind }, ...children);
+const list = (kind, items) => element("ul", { class: kind }, items);
+const lead = (...children) => element("p", { class: "lead" }, ...children);
+const bold = (...children) => element("b", {}, ...children);
+
 const plan = embedded;
 const layout = plan.layout;
 const gpus = layout ? layout.gpus.map((gpu, index) => ({ ...gpu, index })) : [];
@@ -52,8 +59,8 @@ const isGpuBar = (bar) => bar.pipeline_rank !== null || bar.engine_group !== nul
 
 // Hues run from blue towards red at equal lightness. Few ranks use a part of the range; many also alternate in lightness (--odd).
 function rankColour(rank, size) {
-  const span = Math.min(250, 85 * (size - 1));
-  const hue = size <= 1 ? 265 : (625 - (span * rank) / (size - 1)) % 360;
+  const range = Math.min(250, 85 * (size - 1));
+  const hue = size <= 1 ? 265 : (625 - (range * rank) / (size - 1)) % 360;
   return { "--hue": hue.toFixed(1), "--odd": size > 8 ? rank % 2 : 0 };
 }
 

@@ -25,7 +25,7 @@ function settingsSection() {
   return section(
     "settings",
     "Config",
-    element("div", { class: "filters" }, search, element("label", {}, all, "show defaults too")),
+    div("filters", search, element("label", {}, all, "show defaults too")),
     status,
     scrollable("Settings", element("table", { class: "settings" }, tableHead(["Group", "Name", "Value"]), body)),
   );

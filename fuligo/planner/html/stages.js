@@ -8,16 +8,14 @@ function stagesSection() {
   return section(
     "stages",
     "Pipeline stages",
-    element("p", { class: "lead" }, text, sparse ? " Filled layers compute their own sparse index; each stage has to begin with one." : ""),
-    element("div", { class: "stages" }, ranks.map((rank) => stageRow(rank, ranks.length))),
-    element(
-      "ul",
-      { class: "legend" },
+    lead(text, sparse ? " Filled layers compute their own sparse index; each stage has to begin with one." : ""),
+    div("stages", ranks.map((rank) => stageRow(rank, ranks.length))),
+    list("legend", [
       sparse ? element("li", {}, element("span", { class: "layer computing", "--hue": 265 }), "computes its index") : null,
       sparse ? element("li", {}, element("span", { class: "layer", "--hue": 265 }), "reuses the index of a layer below") : null,
-      element("li", {}, element("span", { class: "layer end" }, "E"), "embedding"),
-      element("li", {}, element("span", { class: "layer end" }, "H"), "head"),
-    ),
+      element("li", {}, span("layer end", "E"), "embedding"),
+      element("li", {}, span("layer end", "H"), "head"),
+    ]),
   );
 }
 
@@ -28,13 +26,8 @@ function stageRow(rank, numStages) {
   return element(
     "div",
     { class: "stage", ...rankColour(rank, numStages) },
-    element(
-      "div",
-      { class: "stage-label" },
-      element("b", {}, `Stage ${rank}`),
-      element("span", {}, `${count(numLayers, "layer")} · ${count(numGpus, "GPU")}`),
-    ),
-    element("div", { class: "chunks" }, chunks.map(chunkOfLayers)),
+    div("stage-label", bold(`Stage ${rank}`), element("span", {}, `${count(numLayers, "layer")} · ${count(numGpus, "GPU")}`)),
+    div("chunks", chunks.map(chunkOfLayers)),
   );
 }
 
@@ -46,7 +39,7 @@ function chunkOfLayers(stage) {
     { class: "chunk", role: "img", "aria-label": words },
     stage.has_embedding ? element("span", { class: "layer end", title: "embedding" }, "E") : null,
     layersOf(stage).map((layer) =>
-      withTooltip(element("span", { class: computing.has(layer) ? "layer computing" : "layer" }, layer), () => [
+      withTooltip(span(computing.has(layer) ? "layer computing" : "layer", layer), () => [
         `Layer ${layer}`,
         computing.has(layer) && "computes its own sparse index",
       ]),

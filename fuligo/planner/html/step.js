@@ -19,13 +19,12 @@ function stepSection() {
   return section(
     "step",
     "One step",
-    element("p", { class: "lead" }, "Estimated at about ", element("b", {}, seconds(duration)), "; the assumptions are listed below."),
-    element(
-      "div",
-      { class: "timeline" },
+    lead("Estimated at about ", bold(seconds(duration)), "; the assumptions are listed below."),
+    div(
+      "timeline",
       lanes.map((lane) => {
         const boxes = phases.filter((phase) => phase.lane === lane).map((phase) => phaseBox(phase, end));
-        return timelineLane(lane, element("div", { class: "lane-track" }, boxes));
+        return timelineLane(lane, div("lane-track", boxes));
       }),
       ticksOf(end),
     ),

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from fuligo.callables import MODULE, register
 from fuligo.config import Config
-from fuligo.config.assignments import Assignment, Given, build_config, file_places, override, unset_value
-from fuligo.config.command_line import Parsed, flag_of_option
+from fuligo.config.assignments import Assignment, Given, unset_value
+from fuligo.config.command_line import Parsed, combine, flag_of_option
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import option_name
 from fuligo.config.hook_specs import HOOKS
-from fuligo.config.idle import without_idle
 from fuligo.config.launcher import chosen_launcher
 from fuligo.errors import ConfigError
 
@@ -51,9 +50,7 @@ def _parsed(file: str | Path | None, flags: dict[str, Any]) -> Parsed:
         except ConfigError as error:
             given.problems += error.problems
     of_file = Given() if file is None else read_yaml(Path(file))
-    merged = override(of_file, given)
-    config, idle = without_idle(build_config(merged.assignments, merged.problems), of_file, given)
-    return Parsed(config, (*merged.warnings, *idle), file_places(of_file, given))
+    return combine(of_file, given)
 
 
 def _plain(name: str, value: Any) -> Any:

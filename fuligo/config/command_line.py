@@ -17,9 +17,9 @@ from fuligo.config.assignments import ADDED, Assignment, Given, anchored, build_
 from fuligo.config.files import read_yaml
 from fuligo.config.flag import PREFIXES, Flag, Kind
 from fuligo.config.flags import flags, option_name, refusal, suggest_options
-from fuligo.config.idle import without_idle
 from fuligo.config.other_frameworks import elsewhere, value_elsewhere
 from fuligo.config.passthrough import deprecation
+from fuligo.config.rules import effects
 from fuligo.config.schemas import BACKENDS, RESERVED, schema
 from fuligo.config.secret import hide_credentials, is_secret_option
 from fuligo.config.topology_file import read_topology
@@ -90,9 +90,29 @@ def parse(arguments: Sequence[str]) -> Parsed:
     """
     line = read_command_line(arguments)
     file = read_yaml(Path(line.config_file)) if line.config_file is not None else Given()
-    given = override(file, line)
-    config, idle = without_idle(build_config(given.assignments, given.problems), file, line)
-    return Parsed(config, (*given.warnings, *idle), file_places(file, line))
+    return combine(file, line)
+
+
+def combine(file: Given, line: Given) -> Parsed:
+    """Build the config of a file and the flags that override it. Raises a ConfigError that names all problems.
+
+    Flags of the file that lost their effect to the others (`kl_loss_coef` to `--no-use-kl-loss`) are unset, with a warning per rule. Those
+    that have no effect in the file by itself stay: they are mistakes, which the run reports.
+    """
+    given, places = override(file, line), file_places(file, line)
+    config = build_config(given.assignments, given.problems)
+    parsed = Parsed(config, tuple(given.warnings), places)
+    if not places or not line.assignments:
+        return parsed
+    try:
+        alone = build_config(file.assignments)
+    except ConfigError:  # the command line corrects a value of the file
+        return parsed
+    idle_alone = {option for rule in effects.RULES for violation in rule.check(alone) for option in violation.flags}
+    lost = places.keys() - idle_alone
+    config, dropped = effects.without_idle(config, lambda each: lost.issuperset(each.flags))
+    idle = [f"left out: {each.text} ({'; '.join(places[option] for option in each.flags)})" for each in dropped]
+    return Parsed(config, (*given.warnings, *idle), places)
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:

@@ -107,7 +107,10 @@ class Environment:
     __slots__ = ("_values",)
 
     def __init__(self, given: Mapping[str, str | Secret] | None = None) -> None:
-        self._values = {name: _protected_variable(name, value) for name, value in (given or {}).items()}
+        self._values = {
+            name: value if isinstance(value, Secret) else protect(value, name, always=not _is_setting(name))
+            for name, value in (given or {}).items()
+        }
 
     @overload
     def get(self, name: str) -> str | None: ...
@@ -181,8 +184,5 @@ class Environment:
         return cls(values)
 
 
-def _protected_variable(name: str, value: str | Secret) -> str | Secret:
-    if isinstance(value, Secret):
-        return value
-    is_setting = _SETTINGS.match(name) is not None and _SECRET_VARIABLE.search(name) is None
-    return protect(value, name, always=not is_setting)
+def _is_setting(name: str) -> bool:
+    return _SETTINGS.match(name) is not None and _SECRET_VARIABLE.search(name) is None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fuligo.config import Config
 from fuligo.config.passthrough import SglangArguments
-from fuligo.config.server_groups import ModelServers, WorkerType
+from fuligo.config.server_groups import ModelServers, ServerGroup, WorkerType
 
 _A2A_BACKENDS_WITHOUT_EP = ("none",)
 """Values of `moe_a2a_backend` with which SGLang 0.5.15 does not spread the experts over all tensor-parallel GPUs of an engine."""
@@ -68,18 +68,8 @@ def engine_groups(config: Config) -> tuple[EngineGroupSpec, ...]:
     """Return all engine groups of a run: one group without `--sglang-config`, none if the run starts no SGLang engine."""
     if config.engine_capabilities.beside_trainer or config.resolved_rollout_num_gpus == 0:
         return ()
-    if config.engine.sglang_config is None:
-        return (
-            EngineGroupSpec(
-                model="default",
-                model_path=config.model.hf_checkpoint,
-                worker_type="regular",
-                num_gpus=config.resolved_rollout_num_gpus,
-                num_gpus_per_engine=config.resolved_rollout_num_gpus_per_engine,
-                arguments=config.sglang,
-                update_weights=True,
-            ),
-        )
+    given, policy = config.engine.sglang_config, (None, config.model.hf_checkpoint)
+    models = given or [ModelServers(server_groups=[ServerGroup(num_gpus=config.resolved_rollout_num_gpus)])]
     return tuple(
         EngineGroupSpec(
             model=servers.name,
@@ -87,11 +77,11 @@ def engine_groups(config: Config) -> tuple[EngineGroupSpec, ...]:
             worker_type=group.worker_type,
             num_gpus=group.num_gpus,
             num_gpus_per_engine=group.num_gpus_per_engine or servers.num_gpus_per_engine or config.resolved_rollout_num_gpus_per_engine,
-            arguments=config.sglang.merged(group.overrides),
-            update_weights=_follows_trainer(servers, config),
-            place=(index, number),
+            arguments=config.sglang.merged(group.overrides) if group.overrides else config.sglang,
+            update_weights=servers.model_path in policy if servers.update_weights is None else servers.update_weights,
+            place=None if given is None else (index, number),
         )
-        for index, servers in enumerate(config.engine.sglang_config)
+        for index, servers in enumerate(models)
         for number, group in enumerate(servers.server_groups)
     )
 
@@ -124,9 +114,3 @@ def keeps_draft(config: Config, group: EngineGroupSpec) -> bool:
         return False
     has_own_model = arguments.get("speculative_draft_model_path") is not None
     return has_own_model or config.uses_adapter or not config.train.mtp_num_layers
-
-
-def _follows_trainer(servers: ModelServers, config: Config) -> bool:
-    if servers.update_weights is not None:
-        return servers.update_weights
-    return servers.model_path in (None, config.model.hf_checkpoint)

@@ -9,7 +9,6 @@ import yaml
 
 from fuligo.config import Config
 from fuligo.config.assignments import Assignment, build_config
-from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import CONFIG_OPTION, read_command_line
 from fuligo.config.flags import flags
 from fuligo.config.rules import effects
@@ -91,23 +90,14 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
         line.assignments.append(Assignment(flags()["env"], environment, "the environment of the job"))
     config = build_config(line.assignments, line.problems)
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
-    config, idle, left_out = _without_idle_flags(config)
+    # Launch scripts have many flags that have no effect in this run, and a run refuses them.
+    config, dropped = effects.without_idle(config, lambda violation: True)
+    idle = [f"left out: {violation.text}" for violation in dropped]
+    left_out = {tuple(map(str, change.path)) for violation in dropped for change in violation.fix}
     names = sorted({secret.variable for _, secret in config.secrets()})
     hidden = [f"the values of {', '.join(names)} are not written, because they may be secrets; set these variables where the run starts"]
     kept = tuple(each for each in given if each not in left_out)
     return ImportedConfig(config, kept, (*notes, *line.warnings, *idle, *(hidden if names else [])))
-
-
-def _without_idle_flags(config: Config) -> tuple[Config, list[str], set[tuple[str, ...]]]:
-    """Leave out flags that have no effect in this run, with a note for each: launch scripts have many of them, and a run refuses them."""
-    notes: list[str] = []
-    left_out: set[tuple[str, ...]] = set()
-    for rule in effects.RULES:
-        for violation in rule.check(config):
-            config = apply_changes(config, violation.fix)
-            notes.append(f"left out: {violation.text}")
-            left_out |= {tuple(map(str, change.path)) for change in violation.fix}
-    return config, notes, left_out
 
 
 def _without_topology(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -50,7 +50,9 @@ def sampled_groups(subject: Subject) -> SampledGroups:
     in_order = config.rollout.sampling_order == "submission"
     probability, number = 1.0, 1
     while probability > _NEGLIGIBLE and number <= max_waves:
-        following = _probability_of_another(number * wave, kept, target)
+        num_groups, following = number * wave, 0.0
+        if kept < 1.0:  # the probability that fewer than `target` are kept (binomial, approximated by a normal distribution)
+            following = NormalDist(num_groups * kept, (num_groups * kept * (1 - kept)) ** 0.5).cdf(target - 0.5)
         following = min(following, probability)
         # Another wave starts as soon as more than `number * wave - target` groups are dropped.
         dropped = number * wave - target - (1 - kept) * (number - 1) * wave
@@ -75,18 +77,9 @@ def has_filter(config: Config) -> bool:
     return config.rollout.dynamic_sampling_filter_path is not None and config.rollout.rollout_function_path is None
 
 
-def _probability_of_another(num_groups: int, kept: float, target: int) -> float:
-    """Return the probability that fewer than `target` of `num_groups` groups are kept (binomial, approximated by a normal distribution)."""
-    if kept == 1.0:
-        return 0.0
-    deviation = (num_groups * kept * (1 - kept)) ** 0.5
-    return NormalDist(num_groups * kept, deviation).cdf(target - 0.5)
-
-
 def _reached(share: float, wave: int, num_samples: int) -> float:
     """Return when a share of a wave's groups has finished, relative to the longest response.
 
-    A group ends with the longest of its responses. Of `num_samples` uniform lengths, the longest is below x with probability
-    x^`num_samples`.
+    A group ends with the longest of its responses, which of `num_samples` uniform lengths is below x with probability x^`num_samples`.
     """
     return min(1.0, max(1 / wave, share)) ** (1 / num_samples)

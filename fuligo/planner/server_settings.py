@@ -73,7 +73,13 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
     chunk = arguments.get("chunked_prefill_size") or size.chunk
     if chunk < 0:  # no chunks: one prefill of up to max_prefill_tokens
         chunk = arguments.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS
-    batch = _graph_batch(spec, size)
+    given_batches = arguments.get("cuda_graph_bs_decode")
+    if spec.worker_type == "prefill" or arguments.get("disable_decode_cuda_graph"):
+        batch = 0
+    elif given_batches:
+        batch = max(map(int, given_batches))
+    else:
+        batch = arguments.get("cuda_graph_max_bs_decode") or (size.batch if spec.tp_size < 4 else size.wide_batch)
     draft_steps, draft_tokens = _drafts(spec, architecture)
     num_prefill_graphs = 0
     if spec.worker_type != "decode" and not arguments.get("disable_prefill_cuda_graph"):
@@ -118,15 +124,6 @@ def max_running_requests(spec: EngineGroupSpec) -> int | None:
     """Return the maximum number of requests that one server runs at a time; None: limited only by its memory."""
     default = None if spec.arguments.get("speculative_algorithm") is None else SPECULATIVE_REQUESTS
     return spec.arguments.get("max_running_requests") or default
-
-
-def _graph_batch(spec: EngineGroupSpec, size: _Size) -> int:
-    arguments = spec.arguments
-    if spec.worker_type == "prefill" or arguments.get("disable_decode_cuda_graph"):
-        return 0
-    if given := arguments.get("cuda_graph_bs_decode"):
-        return max(int(batch) for batch in given)
-    return arguments.get("cuda_graph_max_bs_decode") or (size.batch if spec.tp_size < 4 else size.wide_batch)
 
 
 def prefill_graph_bytes(settings: ServerSettings, architecture: Architecture) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fuligo.algorithms.estimators import ESTIMATORS
 from fuligo.config import Config
+from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Rule, Severity
 from fuligo.config.flags import Kind, flags
 from fuligo.config.rules.required import NUMBERS
@@ -214,3 +215,13 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
 
 
 RULES = tuple(_rule(effect, EFFECTS[:number]) for number, effect in enumerate(EFFECTS))
+
+
+def without_idle(config: Config, is_dropped: Callable[[Violation], bool]) -> tuple[Config, list[Violation]]:
+    """Return the config without the flags of those violations of `RULES` that are to be dropped, and these violations."""
+    dropped: list[Violation] = []
+    for rule in RULES:
+        for violation in filter(is_dropped, rule.check(config)):
+            config = apply_changes(config, violation.fix)
+            dropped.append(violation)
+    return config, dropped

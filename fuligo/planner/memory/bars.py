@@ -96,16 +96,15 @@ def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
     """Return what engines keep on a GPU while the trainer works (--colocate), for the engine that keeps most."""
     if not subject.config.cluster.colocate:
         return ()
-    kept = [(*engine_resident_items(spec, memory), *_kept_weights(subject, spec, memory)) for _, spec, memory in planned_engines(subject)]
+    kept: list[tuple[MemoryItem, ...]] = []
+    for _, spec, memory in planned_engines(subject):
+        items = engine_resident_items(spec, memory)
+        # A server keeps its weights if a sync sends only what changed.
+        if subject.config.weight_sync.update_weight_mode == "delta" and spec.model == policy_model(subject.config):
+            note = "weights that the released engine keeps: --update-weight-mode delta"
+            items = (*items, MemoryItem("engine_weights", memory.weights + memory.draft_weights, note))
+        kept.append(items)
     return max(kept, key=lambda items: sum(item.num_bytes for item in items), default=())
-
-
-def _kept_weights(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory) -> tuple[MemoryItem, ...]:
-    """Return the weights that a server keeps while the trainer works, because a sync sends only what changed; empty if it releases them."""
-    if subject.config.weight_sync.update_weight_mode != "delta" or spec.model != policy_model(subject.config):
-        return ()
-    kept = memory.weights + memory.draft_weights
-    return (MemoryItem("engine_weights", kept, "weights that the released engine keeps: --update-weight-mode delta"),)
 
 
 def _trainer_bytes(subject: Subject) -> int:

@@ -10,7 +10,6 @@ from fuligo.planner.rules import (
     model,
     parallel,
     pipeline,
-    sampling,
     server_memory,
     speculative,
     topology,
@@ -20,7 +19,7 @@ from fuligo.planner.rules import (
 
 _MODULES = (
     *(model, adapter, parallel, pipeline, trainer_experts, trainer_options),
-    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths, sampling),
+    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths),
 )
 RULES = rules_of(_MODULES)
 """All rules, in the order of the report: module by module, each in the order of its definitions."""

@@ -61,7 +61,11 @@ def dispatch_buffers_hold_a_batch(subject: Subject, spec: EngineGroupSpec) -> It
     fixes: list[Fix] = []
     if needed <= MAX_DISPATCH_TOKENS:
         fixes.append((Change(("cluster", "env", DISPATCH_TOKENS), str(rounded)),))
-    fixes.append(_smaller_batch(subject, spec, drafts, int(given) if given.isdecimal() else DEFAULT_DISPATCH_TOKENS))
+    largest = max(1, min(int(given) if given.isdecimal() else DEFAULT_DISPATCH_TOKENS, MAX_DISPATCH_TOKENS) // drafts)
+    if sizes := spec.arguments.get("cuda_graph_bs_decode"):
+        fixes += set_each(subject, spec, "cuda_graph_bs_decode", [size for size in sizes if int(size) <= largest] or [largest])
+    else:
+        fixes += set_each(subject, spec, "cuda_graph_max_bs_decode", largest)
     yield Violation(
         f"--env {DISPATCH_TOKENS}={given}{default} must be at least {needed}{product}, the tokens of the largest decoding graph "
         f"(--sglang-cuda-graph-max-bs-decode){where(spec)}, and at most {MAX_DISPATCH_TOKENS}",
@@ -76,13 +80,6 @@ def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
     if spec.arguments.get("cuda_graph_bs_decode") or spec.arguments.get("cuda_graph_max_bs_decode"):
         return batch
     return batch if running is None else min(batch, -(-running // spec.dp_size))
-
-
-def _smaller_batch(subject: Subject, spec: EngineGroupSpec, drafts: int, tokens: int) -> Fix:
-    largest = max(1, min(tokens, MAX_DISPATCH_TOKENS) // drafts)
-    if given := spec.arguments.get("cuda_graph_bs_decode"):
-        return (set_argument(subject, spec, "cuda_graph_bs_decode", [size for size in given if int(size) <= largest] or [largest]),)
-    return (set_argument(subject, spec, "cuda_graph_max_bs_decode", largest),)
 
 
 @group_rule("PLAN-DEEPEP-MODE", "--sglang-deepep-mode", severity=Severity.WARNING, groups=with_deepep)

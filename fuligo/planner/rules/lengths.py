@@ -1,4 +1,4 @@
-"""Lengths of samples: limits of the model, the engines' context and the trainer's micro-batches.
+"""Lengths and numbers of samples: limits of the model, the engines' context, the trainer's micro-batches and dynamic sampling.
 
 Source: SGLang 0.5.15.post1, `configs/model_config.py` (context length).
 """
@@ -17,9 +17,12 @@ from fuligo.planner.memory.bars import memory_bars
 from fuligo.planner.rules.parallel import dense_sizes_divide
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.rules.servers import group_rule, placed, serving_policy, set_each
+from fuligo.planner.sampled_groups import LIKELY, has_filter, sampled_groups
 from fuligo.planner.subject import Subject
 from fuligo.quantities import amount
 
+_DOUBLINGS = range(1, 8)
+"""Exponents of the powers of two by which the number of waves is multiplied to find one that is enough."""
 _LONGER_ALLOWED = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
@@ -100,3 +103,23 @@ def _activations(subject: Subject) -> str:
         return ""
     of_trainer = [item.num_bytes for bar in bars if bar.pipeline_rank is not None for item in bar.items if item.name == "activations"]
     return f" with {amount(max(of_trainer))} of activations per GPU" if of_trainer else ""
+
+
+@rule("PLAN-SAMPLING-WAVES", "--max-sampling-waves", "--dynamic-sampling-filter-path", severity=Severity.WARNING)
+def waves_fill_a_rollout(subject: Subject) -> Iterator[Violation]:
+    """A rollout that is not full after the last wave ends the run."""
+    config = subject.config
+    if not config.needs_engine or config.is_sft or not has_filter(config):
+        return
+    unfilled = sampled_groups(subject).unfilled
+    if unfilled < LIKELY:
+        return
+    waves = config.rollout.max_sampling_waves
+    yield Violation(
+        f"--max-sampling-waves {waves}: a rollout ends the run with probability {unfilled:.0%}, because fewer than --rollout-batch-size "
+        f"{config.rollout.rollout_batch_size} groups pass the filter, if it keeps {100 * subject.assumed.kept_share:.3g}% of them "
+        "(fuligo plan --kept-share)",
+        tuple((set_flag("max_sampling_waves", waves << doubling),) for doubling in _DOUBLINGS),
+        "or start more prompts per wave (--over-sampling-batch-size)",
+        flags=("--max-sampling-waves",),
+    )

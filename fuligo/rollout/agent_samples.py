@@ -6,13 +6,13 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
 
-import numpy as np
-
 from fuligo.engines.generation import Tokenizer
 from fuligo.environments.environment import UNKNOWN_TOOL
 from fuligo.gateway.conversation import Turn
 from fuligo.gateway.session import Session
+from fuligo.rollout.custom_generate import append_observation
 from fuligo.rollout.generate import STATUS_BY_FINISH_REASON
+from fuligo.rollout.sampler import append_tokens, clear_response
 from fuligo.types import Episode, Sample
 from fuligo.types import Turn as RecordedTurn
 
@@ -24,40 +24,25 @@ def branches(sample: Sample, session: Session, tokenizer: Tokenizer) -> list[Sam
     """
     samples: list[Sample] = []
     for path in session.conversation.branches():
-        part = sample if not samples else _fresh(samples[0])
+        part = sample
+        if samples:
+            part = Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, deepcopy(sample.metadata))
         _write(part, path, tokenizer)
         samples.append(part)
     return samples or [sample]
 
 
-def _fresh(sample: Sample) -> Sample:
-    return Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, deepcopy(sample.metadata))
-
-
 def _write(sample: Sample, path: list[tuple[Turn, bool]], tokenizer: Tokenizer) -> None:
     """Write the turns of one branch into a sample. `path`: each turn, and whether this branch trains on it."""
     root = path[0][0]
-    sample.prompt, sample.prompt_ids = root.messages[:-1], root.context
-    ids: list[np.ndarray] = []
-    masks: list[np.ndarray] = []
-    logprobs: list[np.ndarray] = []
-    versions: list[np.ndarray] = []
-    sample.spans = []
-    position = 0
+    clear_response(sample)
+    sample.prompt, sample.prompt_ids, sample.spans = root.messages[:-1], root.context, []
     for turn, is_trained in path:
-        sampled = turn.sampled
-        given = turn.context if turn is not root else turn.context[:0]
-        before = versions[-1][-1] if versions and len(versions[-1]) else 0
-        ids += [given, sampled.ids]
-        masks += [np.zeros(len(given), np.int8), np.full(len(sampled.ids), is_trained, np.int8)]
-        logprobs += [np.zeros(len(given), np.float32), sampled.logprobs]
-        versions += [np.full(len(given), before, np.int32), sampled.versions]
-        position += len(given)
+        if turn is not root:
+            append_observation(sample, turn.context)
         if is_trained:
-            sample.spans += [replace(span, first_token=position + span.first_token) for span in sampled.spans]
-        position += len(sampled.ids)
-    sample.response_ids, sample.loss_mask = np.concatenate(ids), np.concatenate(masks)
-    sample.engine_logprobs, sample.versions = np.concatenate(logprobs), np.concatenate(versions)
+            sample.spans += [replace(span, first_token=sample.response_length + span.first_token) for span in turn.sampled.spans]
+        append_tokens(sample, turn.sampled.ids, turn.sampled.logprobs, turn.sampled.versions, trained=is_trained)
     sample.finish_reason = path[-1][0].sampled.finish_reason
     sample.status = STATUS_BY_FINISH_REASON[sample.finish_reason]
     sample.response = str(tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True))

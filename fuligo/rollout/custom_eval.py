@@ -13,7 +13,7 @@ from fuligo.rollout.custom_generate import default_generate
 from fuligo.rollout.custom_rollout import call, completed_group
 from fuligo.rollout.custom_source import NO_ROW
 from fuligo.rollout.evaluate import EvalSet, Evaluation, eval_metrics, fresh_group
-from fuligo.rollout.protocol import GenerateFn
+from fuligo.rollout.protocol import GenerateFn, is_group_list
 from fuligo.types import Sample
 
 
@@ -84,11 +84,9 @@ class CustomEvaluator:
 
 def _checked(result: Any) -> dict[str, list[Sample]]:
     fits = isinstance(result, dict) and result and all(isinstance(name, str) and "/" not in name for name in result)
-    if not fits or not all(isinstance(samples, list) and samples for samples in result.values()):
+    if not fits or not is_group_list(list(result.values())):
         raise RolloutError(
             "--eval-function-path must return a dict from dataset names (without '/') to non-empty lists of Sample; "
             f"it returned {result!r:.200}"
         )
-    if not all(isinstance(sample, Sample) for samples in result.values() for sample in samples):
-        raise RolloutError(f"--eval-function-path must return lists of Sample by dataset; it returned {result!r:.200}")
     return result

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from fuligo.engines.generation import SamplingParams
 from fuligo.rollout.metrics import metrics_problem
 from fuligo.rollout.protocol import GenerateFn
+from fuligo.rollout.sampler import append_tokens
 from fuligo.types import Sample, SampleStatus
 
 GenerateHook = Callable[[Any, Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]]
@@ -46,12 +47,7 @@ async def continue_sample(sample: Sample, sampling_params: dict[str, Any]) -> Sa
 
 def append_observation(sample: Sample, token_ids: ArrayLike) -> None:
     """Append tokens that the policy did not sample (a tool's answer, the next user turn) and that are not trained on."""
-    ids = np.asarray(token_ids, np.int32)
-    version = sample.versions[-1] if len(sample.versions) else 0
-    sample.response_ids = np.concatenate([sample.response_ids, ids])
-    sample.loss_mask = np.concatenate([sample.loss_mask, np.zeros(len(ids), np.int8)])
-    sample.engine_logprobs = np.concatenate([sample.engine_logprobs, np.zeros(len(ids), np.float32)])
-    sample.versions = np.concatenate([sample.versions, np.full(len(ids), version, np.int32)])
+    append_tokens(sample, token_ids, 0.0, sample.versions[-1] if len(sample.versions) else 0, trained=False)
 
 
 @dataclass(eq=False)

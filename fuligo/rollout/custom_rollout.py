@@ -11,7 +11,7 @@ from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
 from fuligo.rollout.metrics import sample_metrics, source_metrics
-from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState
+from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState, is_group_list
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.runner import finite
 from fuligo.rollout.sampler import failed, malformation
@@ -56,7 +56,11 @@ class CustomRollout:
         except Exception as error:
             cause = describe_exception(error, self.hook)
             raise RolloutError(f"--rollout-function-path: the function raised in rollout {step}: {cause}") from error
-        groups = [completed_group(samples, version, data_source.rows, self.vocab_size, self.reward_key) for samples in _checked(result)]
+        if not is_group_list(result) or not result:
+            raise RolloutError(
+                f"--rollout-function-path must return a non-empty list of groups, each a non-empty list of Sample; got {result!r:.200}"
+            )
+        groups = [completed_group(samples, version, data_source.rows, self.vocab_size, self.reward_key) for samples in result]
         groups.sort(key=lambda group: group.index)
         if self.teacher is not None:
             await asyncio.gather(*(self.teacher(group) for group in groups))
@@ -70,15 +74,6 @@ async def call(hook: Callable[..., Any], args: Any, rollout_id: int, data_source
     if inspect.iscoroutinefunction(hook):
         return await hook(args, rollout_id, data_source, evaluation=evaluation)
     return await asyncio.to_thread(hook, args, rollout_id, data_source, evaluation=evaluation)
-
-
-def _checked(result: Any) -> list[list[Sample]]:
-    fits = isinstance(result, list) and result and all(isinstance(group, list) and group for group in result)
-    if not fits or not all(isinstance(sample, Sample) for group in result for sample in group):
-        raise RolloutError(
-            f"--rollout-function-path must return a non-empty list of groups, each a non-empty list of Sample; got {result!r:.200}"
-        )
-    return result
 
 
 def completed_group(

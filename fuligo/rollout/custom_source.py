@@ -17,8 +17,8 @@ import numpy as np
 from fuligo.config.hooks import describe_exception
 from fuligo.errors import DataError, RolloutError
 from fuligo.quantities import count
-from fuligo.rollout.protocol import Draw, RolloutState
-from fuligo.rollout.sampler import clear_response, malformation
+from fuligo.rollout.protocol import Draw, RolloutState, is_group_list
+from fuligo.rollout.sampler import malformation
 from fuligo.rollout.source import START_ROLLOUT_ID, continuation
 from fuligo.types import IntArray, Sample, SampleGroup, SampleStatus
 
@@ -59,7 +59,7 @@ class CustomSource:
         Raises RolloutError if `get_samples` raised, did not return groups of samples, or returned too many.
         """
         drawn = self._call(self.hook.get_samples, num_groups)
-        if not isinstance(drawn, list) or len(drawn) > num_groups or not all(map(_is_group, drawn)):
+        if not is_group_list(drawn) or len(drawn) > num_groups:
             raise RolloutError(
                 f"--data-source-path: get_samples({num_groups}) must return a list of at most {count(num_groups, 'group')}, "
                 f"each a non-empty list of Sample; it returned {drawn!r:.200}"
@@ -110,10 +110,6 @@ class CustomSource:
         return group
 
 
-def _is_group(samples: Any) -> bool:
-    return isinstance(samples, list) and bool(samples) and all(isinstance(sample, Sample) for sample in samples)
-
-
 def _prompt_ids(sample: Sample) -> IntArray:
     """Return the token ids of the prompt. Raises RolloutError if they are missing or invalid."""
     ids = np.asarray(sample.prompt_ids)
@@ -128,6 +124,4 @@ def _prompt_ids(sample: Sample) -> IntArray:
 def _fresh(sample: Sample) -> Sample:
     """Copy a sample without its response."""
     metadata = {key: value for key, value in deepcopy(sample.metadata).items() if key != START_ROLLOUT_ID}
-    fresh = Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, metadata, images=sample.images)
-    clear_response(fresh)
-    return fresh
+    return Sample(sample.index, sample.group_index, sample.prompt, sample.prompt_ids, sample.label, metadata, sample.images)

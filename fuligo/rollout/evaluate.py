@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +18,8 @@ from fuligo.rollout.judging import judged
 from fuligo.rollout.metrics import prompt_scores, reported_means
 from fuligo.rollout.protocol import GenerateFn, RewardFn
 from fuligo.rollout.sampler import Sampler, Turns
-from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
+from fuligo.rollout.source import new_group
+from fuligo.types import Prompt, SampleGroup, SampleStatus
 
 logger = logging.getLogger(__name__)
 
@@ -161,16 +161,4 @@ def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Se
 
 def fresh_group(prompt: Prompt, position: int, num_samples: int) -> SampleGroup:
     """Return a group of pending samples of the prompt at `position` of a dataset, numbered by position."""
-    samples = [
-        Sample(
-            position * num_samples + offset,
-            position,
-            prompt.prompt,
-            prompt.prompt_ids,
-            prompt.label,
-            deepcopy(prompt.metadata),
-            images=prompt.images,
-        )
-        for offset in range(num_samples)
-    ]
-    return SampleGroup(position, prompt.row, samples)
+    return new_group(prompt, position, position * num_samples, num_samples)

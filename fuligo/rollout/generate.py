@@ -18,6 +18,7 @@ from fuligo.engines.generation import FinishReason, Generation, RoutingQuery, Sa
 from fuligo.errors import DataError, EngineError
 from fuligo.models.routing import RoutingShape
 from fuligo.models.vision.processor import ResizedImages
+from fuligo.rollout.sampler import append_tokens
 from fuligo.types import IntArray, PromptImage, Sample, SampleStatus, Span
 
 MAX_TOKENS_DECODED_INLINE = 1024
@@ -141,10 +142,7 @@ class SingleTurn:
 
 def append(sample: Sample, generation: Generation) -> None:
     """Append an engine's new tokens with their log-probabilities, versions and experts; set the finish reason and status."""
-    sample.response_ids = np.concatenate([sample.response_ids, generation.output_ids])
-    sample.engine_logprobs = np.concatenate([sample.engine_logprobs, generation.logprobs])
-    sample.versions = np.concatenate([sample.versions, generation.versions])
-    sample.loss_mask = np.concatenate([sample.loss_mask, np.ones(len(generation.output_ids), np.int8)])
+    append_tokens(sample, generation.output_ids, generation.logprobs, generation.versions, trained=True)
     if generation.routed_experts is not None:
         known = [] if sample.routed_experts is None else [sample.routed_experts]
         sample.routed_experts = np.concatenate([*known, generation.routed_experts])

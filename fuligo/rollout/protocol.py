@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
@@ -66,6 +66,13 @@ class GroupStream(Protocol):
         ...
 
     def restore(self, state: RolloutState) -> None: ...
+
+
+def is_group_list(value: Any) -> bool:
+    """Return whether a hook's result is a list of groups, each a non-empty list of samples."""
+    return isinstance(value, list) and all(
+        isinstance(group, list) and group and all(isinstance(sample, Sample) for sample in group) for group in value
+    )
 
 
 GroupFilter = Callable[[list[Sample]], str | None]

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from types import TracebackType
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.rollout.protocol import GenerateFn, Interruptible
@@ -172,6 +173,15 @@ def malformation(sample: Sample) -> str | None:
     if not np.isin(sample.loss_mask, (0, 1)).all():
         return "malformed response: loss_mask has values other than 0 and 1"
     return None
+
+
+def append_tokens(sample: Sample, ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, *, trained: bool) -> None:
+    """Append tokens to the response; `logprobs` and `versions` hold one value per token, or one value for all of them."""
+    num_tokens = np.size(ids)
+    sample.response_ids = np.concatenate([sample.response_ids, np.asarray(ids, np.int32)])
+    sample.loss_mask = np.concatenate([sample.loss_mask, np.full(num_tokens, trained, np.int8)])
+    sample.engine_logprobs = np.concatenate([sample.engine_logprobs, np.full(num_tokens, logprobs, np.float32)])
+    sample.versions = np.concatenate([sample.versions, np.full(num_tokens, versions, np.int32)])
 
 
 def clear_response(sample: Sample) -> None:

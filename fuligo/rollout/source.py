@@ -60,22 +60,12 @@ class GroupSource:
         self._buffer = list(state.buffer)
 
     def _new_group(self, prompt: Prompt, step: int) -> SampleGroup:
-        first = self._next_sample_index
-        samples = [
-            Sample(
-                index=index,
-                group_index=self._next_group_index,
-                prompt=prompt.prompt,
-                prompt_ids=prompt.prompt_ids,
-                label=prompt.label,
-                metadata={**deepcopy(prompt.metadata), START_ROLLOUT_ID: step},
-                images=prompt.images,
-            )
-            for index in range(first, first + self.num_samples_per_prompt)
-        ]
+        group = new_group(prompt, self._next_group_index, self._next_sample_index, self.num_samples_per_prompt)
+        for sample in group.samples:
+            sample.metadata[START_ROLLOUT_ID] = step
         self._next_sample_index += self.num_samples_per_prompt
         self._next_group_index += 1
-        return SampleGroup(samples[0].group_index, prompt.row, samples)
+        return group
 
     def _drop_stale(self, policy_version: int) -> int:
         """Drop buffered groups that are too old to continue, and return their number. Their prompts are drawn again."""
@@ -114,6 +104,15 @@ class GroupSource:
         gone = {group.index for group in groups}
         self._buffer = [group for group in self._buffer if group.index not in gone]
         self.prompts.give_back([_prompt(group) for group in groups])
+
+
+def new_group(prompt: Prompt, index: int, first_sample: int, num_samples: int) -> SampleGroup:
+    """Return a group of pending samples of a prompt, numbered from `first_sample` on."""
+    samples = [
+        Sample(number, index, prompt.prompt, prompt.prompt_ids, prompt.label, deepcopy(prompt.metadata), prompt.images)
+        for number in range(first_sample, first_sample + num_samples)
+    ]
+    return SampleGroup(index, prompt.row, samples)
 
 
 def continuation(group: SampleGroup, step: int, mask_offpolicy: bool) -> SampleGroup:

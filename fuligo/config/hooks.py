@@ -10,6 +10,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from fuligo.config import Config
 from fuligo.config.flags import did_you_mean, flags, nearest
 from fuligo.config.hook_specs import ALIASES, HOOKS, HookShape, given_hooks, path_problem, split_path
-from fuligo.errors import HookError
+from fuligo.errors import FuligoError, HookError, RolloutError
 
 Hook = Callable[..., Any]
 MAX_EXCEPTION_CHARS = 500
@@ -82,6 +83,15 @@ def describe_exception(error: BaseException, hook: Hook) -> str:
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_CHARS]}{place}"
+
+
+@contextmanager
+def reraised(text: str, hook: Hook, kind: type[FuligoError] = RolloutError) -> Iterator[None]:
+    """Raise `kind` with `text` and a description of the exception if the block, which calls a hook, raises one."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{text} {describe_exception(error, hook)}") from error
 
 
 def _import(flag_name: str, path: str, module_path: str) -> ModuleType:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.config.hooks import Hook, describe_exception, hook_of
+from fuligo.config.hooks import Hook, hook_of, reraised
 from fuligo.data.source import PromptSource
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.engine import Engine
@@ -92,69 +92,18 @@ def build_sampling(
         ConfigError: flags contradict each other
         HookError: a hook cannot be imported or does not fit
     """
-    args = ArgsView(config)
-    source = _source(config, args, prompts)
-    activity = Activity()
+    args, flags, concurrency = ArgsView(config), config.rollout, config.resolved_rollout_concurrency
+    source, activity = _source(config, args, prompts), Activity()
     generators = build_generators(config, engine=CountedEngine(engines, activity), tokenizer=tokenizer, policy_version=policy_version)
-    generate = generators.training
-    if (hook := hook_of(config, "rollout_function_path")) is not None:
-        custom = CustomRollout(
-            hook,
-            args,
-            source=source,
-            generate=generate,
-            params=sampling_params(config.rollout),
-            policy_version=policy_version,
-            reward_key=config.reward.reward_key,
-            pass_key=config.resolved_eval_reward_key,
-            vocab_size=vocab_size(config),
-            teacher=teacher,
-        )
-        return Sampling(custom, source, generators, activity)
-    parts = _runner_parts(
-        config, args, source=source, generate=generate, engines=engines, reward=reward, policy_version=policy_version, teacher=teacher
-    )
-    if config.rollout.async_mode == "full":
-        flags = config.rollout
-        assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
-        return Sampling(
-            ContinuousRunner(
-                parts,
-                admission=Admission(flags.rollout_batch_size, flags.max_staleness, config.weight_sync.update_weights_interval, num_rollout),
-            ),
-            source,
-            generators,
-            activity,
-        )
-    return Sampling(RolloutRunner(parts, aligned_waves=reproducible(config)), source, generators, activity)
-
-
-def _runner_parts(
-    config: Config,
-    args: ArgsView,
-    *,
-    source: GroupStream,
-    generate: GenerateFn,
-    engines: EngineGroup,
-    reward: RewardFn,
-    policy_version: Callable[[], int],
-    teacher: ServedTeacher | None,
-) -> RunnerParts:
-    """Build the parts that `RolloutRunner` and `ContinuousRunner` share."""
-    return RunnerParts(
+    turns = Turns(concurrency)
+    parts = RunnerParts(
         source=source,
-        sampler=Sampler(
-            generate,
-            seed=config.data.rollout_seed,
-            stream="train",
-            turns=Turns(config.resolved_rollout_concurrency),
-            timeout_s=config.sample_timeout_s,
-        ),
+        sampler=Sampler(generators.training, seed=config.data.rollout_seed, stream="train", turns=turns, timeout_s=config.sample_timeout_s),
         reward=reward if teacher is None else RewardWithTeacher(reward, teacher),
         engines=engines,
-        params=sampling_params(config.rollout),
-        flags=config.rollout,
-        concurrency=config.resolved_rollout_concurrency,
+        params=sampling_params(flags),
+        flags=flags,
+        concurrency=concurrency,
         reward_key=config.reward.reward_key,
         pass_key=config.resolved_eval_reward_key,
         group_filter=_adapted(config, args, "dynamic_sampling_filter_path", group_filter),
@@ -162,6 +111,15 @@ def _runner_parts(
         sample_filter=_adapted(config, args, "rollout_sample_filter_path", sample_filter),
         policy_version=policy_version,
     )
+    if (hook := hook_of(config, "rollout_function_path")) is not None:
+        method = CustomRollout(hook, args, parts, vocab_size=vocab_size(config), teacher=teacher)
+    elif flags.async_mode == "full":
+        assert flags.max_staleness is not None, "validated: --async-mode full comes with --max-staleness"
+        interval = config.weight_sync.update_weights_interval
+        method = ContinuousRunner(parts, admission=Admission(flags.rollout_batch_size, flags.max_staleness, interval, num_rollout))
+    else:
+        method = RolloutRunner(parts, aligned_waves=reproducible(config))
+    return Sampling(method, source, generators, activity)
 
 
 def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Hook, ArgsView], T]) -> T | None:
@@ -178,19 +136,16 @@ def build_generators(
     """
     if (agent := hook_of(config, "agent")) is not None:
         return _agents(config, agent, engine, tokenizer)
-    args, single_turn = ArgsView(config), _single_turn(config, engine, tokenizer)
+    single_turn = _single_turn(config, engine, tokenizer)
+    both = (single_turn, single_turn.without_routing())
     if config.rollout.environment is not None:
         factory = environment_factory(config)
-        training, evaluation = (_episodes(config, factory, turns, tokenizer) for turns in (single_turn, single_turn.without_routing()))
+        training, evaluation = (_episodes(config, factory, turns, tokenizer) for turns in both)
         return Generators(training, evaluation, (training.close, evaluation.close))
-    hook = hook_of(config, "custom_generate_function_path")
-    if hook is None:
-        return Generators(single_turn, single_turn.without_routing())
-    training, evaluation = (
-        CustomGenerate(hook, args, turns, policy_version, vocab_size=vocab_size(config))
-        for turns in (single_turn, single_turn.without_routing())
-    )
-    return Generators(training, evaluation)
+    if (hook := hook_of(config, "custom_generate_function_path")) is None:
+        return Generators(*both)
+    args, size = ArgsView(config), vocab_size(config)
+    return Generators(*(CustomGenerate(hook, args, turns, policy_version, vocab_size=size) for turns in both))
 
 
 def _agents(config: Config, agent: Hook, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Generators:
@@ -222,12 +177,8 @@ def _source(config: Config, args: ArgsView, prompts: PromptSource | None) -> Gro
         for value, option in ((flags.buffer_filter_path, "--buffer-filter-path"), (max_age_in_buffer, "--max-staleness")):
             if value is not None:
                 raise ConfigError(f"{option} has no effect with --data-source-path, which keeps its own buffer; remove one of them")
-        try:
+        with reraised(f"--data-source-path {config.data.data_source_path}: the constructor raised", hook, HookError):
             source = hook(args)
-        except Exception as error:
-            raise HookError(
-                f"--data-source-path {config.data.data_source_path}: the constructor raised {describe_exception(error, hook)}"
-            ) from error
         return CustomSource(source, partial_rollout=buffers, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)
     assert prompts is not None, "validated: without --data-source-path there are prompt files"
     return GroupSource(

@@ -10,7 +10,7 @@ from fuligo.quantities import count
 from fuligo.rollout.dynamic_sampling import HOPELESS_GROUPS, HOPELESS_ROLLOUTS, too_many_dropped
 from fuligo.rollout.group_tasks import GroupTasks, snapshot
 from fuligo.rollout.judging import STALE, FailureWatch, drop_reason, explain_drops, judged
-from fuligo.rollout.metrics import continuous_metrics, sample_metrics, source_metrics
+from fuligo.rollout.metrics import continuous_metrics
 from fuligo.rollout.protocol import Rollout, RolloutState, UnfilledRolloutError
 from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.source import continuation, first_version
@@ -225,10 +225,7 @@ class ContinuousRunner:
         num_tokens = sum(map(_num_tokens, groups)) + num_tokens_left - since.num_tokens_before
         assert self._request is not None
         self._parts.finish(step, self._request.version, groups)
-        metrics = sample_metrics(
-            groups, reward_key=self._parts.reward_key, pass_key=self._parts.pass_key, policy_version=self._request.version
-        )
-        metrics |= continuous_metrics(
+        counts = continuous_metrics(
             groups,
             reasons=since.reasons,
             num_queued=len(self._queue),
@@ -237,14 +234,11 @@ class ContinuousRunner:
             elapsed_s=time.monotonic() - since.start_s,
             reward_key=self._parts.reward_key,
         )
-        state = self._state(step)
-        return Rollout(step, groups, state, metrics | source_metrics(state))
-
-    def _state(self, step: int) -> RolloutState:
-        """Return the state after rollout `step`, including the groups that are queued and in flight now."""
+        rollout = self._parts.rollout(step, groups, self._request.version, counts)
         queued = [SampleGroup(group.index, group.row, list(map(snapshot, group.samples))) for group in self._queue.values()]
         pending = sorted([*queued, *self._tasks.snapshots()], key=lambda group: group.index)
-        return replace(self._parts.source.state(step), buffer=pending)
+        rollout.state = replace(rollout.state, buffer=pending)
+        return rollout
 
 
 @dataclass(slots=True)

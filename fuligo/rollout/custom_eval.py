@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from fuligo.config.hooks import describe_exception
+from fuligo.config.hooks import reraised
 from fuligo.engines.generation import SamplingParams
 from fuligo.errors import RolloutError
 from fuligo.quantities import count
@@ -35,10 +35,7 @@ class EvalData:
 
 @dataclass(eq=False)
 class CustomEvaluator:
-    """Evaluator that calls the user's function, which returns finished samples with rewards by dataset. Implements `Evaluates`.
-
-    The function may call `custom_generate.continue_sample` to generate.
-    """
+    """Evaluator that calls the user's function, which returns finished samples with rewards by dataset. Implements `Evaluates`."""
 
     hook: Callable[..., Any]
     args: Any
@@ -57,12 +54,9 @@ class CustomEvaluator:
 
         Raises RolloutError if the function raised, did not return samples by dataset, or every sample of a dataset failed.
         """
-        try:
-            with default_generate(self.generate, self.params):
-                result = await call(self.hook, self.args, rollout_id, EvalData(self.sets), evaluation=True)
-        except Exception as error:
-            cause = describe_exception(error, self.hook)
-            raise RolloutError(f"--eval-function-path: the function raised after {count(rollout_id, 'rollout')}: {cause}") from error
+        text = f"--eval-function-path: the function raised after {count(rollout_id, 'rollout')}:"
+        with reraised(text, self.hook), default_generate(self.generate, self.params):
+            result = await call(self.hook, self.args, rollout_id, EvalData(self.sets), evaluation=True)
         evaluation, version = Evaluation({}, {}), self.policy_version()
         own_keys = {eval_set.name: eval_set.reward_key for eval_set in self.sets}
         for name, samples in _checked(result).items():

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from fuligo.config.hooks import describe_exception
-from fuligo.engines.generation import SamplingParams
+from fuligo.config.hooks import reraised
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
-from fuligo.rollout.metrics import sample_metrics, source_metrics
-from fuligo.rollout.protocol import GenerateFn, GroupStream, Rollout, RolloutState, is_group_list
+from fuligo.rollout.protocol import Rollout, RolloutState, is_group_list
 from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.runner import finite
+from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.sampler import failed, malformation
 from fuligo.rollout.source import DataSource
 from fuligo.rollout.teacher import ServedTeacher
@@ -22,51 +21,37 @@ from fuligo.types import Sample, SampleGroup, SampleStatus
 
 @dataclass(eq=False)
 class CustomRollout:
-    """Rollout method that calls the user's function, which returns groups of finished samples with rewards. Implements `RolloutMethod`.
-
-    The function may call `custom_generate.continue_sample` to generate.
-    """
+    """Rollout method that calls the user's function, which returns groups of finished samples with rewards. Implements `RolloutMethod`."""
 
     hook: Callable[..., Any]
     args: Any
+    parts: RunnerParts
+    """Parts of the run; the function replaces `engines`, `reward` and the filters."""
     _: KW_ONLY
-    source: GroupStream
-    generate: GenerateFn
-    params: SamplingParams
-    policy_version: Callable[[], int]
-    reward_key: str | None = None
-    """Key of dict rewards that the metrics report; None if rewards are numbers."""
-    pass_key: str | None = None
-    """Key of dict rewards that decides whether a sample passes, as in evaluations; None if rewards are numbers."""
     vocab_size: int | None = None
     """Number of token ids that the model has; None: ids are not checked."""
     teacher: ServedTeacher | None = None
     """Teacher that scores the returned samples; None without one."""
 
     def restore(self, state: RolloutState) -> None:
-        self.source.restore(state)
+        self.parts.source.restore(state)
 
     async def rollout(self, step: int) -> Rollout:
         """Call the function and check its samples. Raises RolloutError if the function raised, or did not return groups of samples."""
-        version = self.policy_version()
-        data_source = DataSource(self.source, step, version)
-        try:
-            with default_generate(self.generate, self.params):
-                result = await call(self.hook, self.args, step, data_source, evaluation=False)
-        except Exception as error:
-            cause = describe_exception(error, self.hook)
-            raise RolloutError(f"--rollout-function-path: the function raised in rollout {step}: {cause}") from error
+        parts, version = self.parts, self.parts.policy_version()
+        data_source = DataSource(parts.source, step, version)
+        text = f"--rollout-function-path: the function raised in rollout {step}:"
+        with reraised(text, self.hook), default_generate(parts.sampler.generate, parts.params):
+            result = await call(self.hook, self.args, step, data_source, evaluation=False)
         if not is_group_list(result) or not result:
             raise RolloutError(
                 f"--rollout-function-path must return a non-empty list of groups, each a non-empty list of Sample; got {result!r:.200}"
             )
-        groups = [completed_group(samples, version, data_source.rows, self.vocab_size, self.reward_key) for samples in result]
+        groups = [completed_group(samples, version, data_source.rows, self.vocab_size, parts.reward_key) for samples in result]
         groups.sort(key=lambda group: group.index)
         if self.teacher is not None:
             await asyncio.gather(*(self.teacher(group) for group in groups))
-        metrics = sample_metrics(groups, reward_key=self.reward_key, pass_key=self.pass_key, policy_version=version)
-        state = self.source.state(step)
-        return Rollout(step, groups, state, metrics | source_metrics(state))
+        return parts.rollout(step, groups, version)
 
 
 async def call(hook: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, *, evaluation: bool) -> Any:

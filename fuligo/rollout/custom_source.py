@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fuligo.config.hooks import describe_exception
+from fuligo.config.hooks import reraised
 from fuligo.errors import DataError, RolloutError
 from fuligo.quantities import count
 from fuligo.rollout.protocol import Draw, RolloutState, is_group_list
@@ -86,10 +86,8 @@ class CustomSource:
         self._next_sample_index, self._next_group_index = state.next_sample_index, state.next_group_index
 
     def _call(self, method: Callable[[Any], Any], argument: Any) -> Any:
-        try:
+        with reraised(f"--data-source-path: {method.__name__} raised", method):
             return method(argument)
-        except Exception as error:
-            raise RolloutError(f"--data-source-path: {method.__name__} raised {describe_exception(error, method)}") from error
 
     def _group(self, samples: list[Sample], step: int) -> SampleGroup:
         """Return a group of the data source as a `SampleGroup`, numbered if nothing was generated for it yet.

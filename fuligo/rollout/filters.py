@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fuligo.config.hooks import Hook, describe_exception
+from fuligo.config.hooks import Hook, reraised
 from fuligo.errors import RolloutError
 from fuligo.quantities import count
 from fuligo.rollout.protocol import BufferFilter, GroupFilter
@@ -53,12 +53,10 @@ def group_filter(hook: Hook, args: Any) -> GroupFilter:
     name = getattr(hook, "__name__", type(hook).__name__)
 
     def judge(samples: list[Sample]) -> str | None:
-        try:
+        with reraised(f"--dynamic-sampling-filter-path: the function raised on group {samples[0].group_index}:", hook):
             verdict = hook(args, samples)
             keep, reason = verdict if isinstance(verdict, tuple) else (verdict, name)
             drop_reason = None if bool(keep) else str(reason or name)
-        except Exception as error:
-            raise _failure("--dynamic-sampling-filter-path", f"group {samples[0].group_index}", error, hook) from error
         if keep is None:
             raise RolloutError(f"--dynamic-sampling-filter-path: {name} returned None; return True to keep the group, False to drop it")
         return drop_reason
@@ -70,10 +68,8 @@ def buffer_filter(hook: Hook, args: Any) -> BufferFilter:
     """Adapt `--buffer-filter-path`: `f(args, rollout_id, buffer, num_samples)`, where `num_samples` counts groups."""
 
     def choose(rollout_id: int, buffer: list[list[Sample]], num_groups: int) -> list[list[Sample]]:
-        try:
+        with reraised(f"--buffer-filter-path: the function raised on rollout {rollout_id}:", hook):
             return list(hook(args, rollout_id, buffer, num_groups))
-        except Exception as error:
-            raise _failure("--buffer-filter-path", f"rollout {rollout_id}", error, hook) from error
 
     return choose
 
@@ -84,18 +80,14 @@ def sample_filter(hook: Hook, args: Any) -> SampleFilter:
     def apply(groups: list[SampleGroup]) -> None:
         samples = [group.samples for group in groups]
         sizes = list(map(len, samples))
-        try:
+        with reraised(f"--rollout-sample-filter-path: the function raised on {count(len(groups), 'group')}:", hook):
             result = hook(args, samples)
-        except Exception as error:
-            raise _failure("--rollout-sample-filter-path", count(len(groups), "group"), error, hook) from error
         if result is not None or list(map(len, samples)) != sizes:
             raise RolloutError(
                 "--rollout-sample-filter-path: the function must change samples in place and return None, and must not add or remove "
                 "groups or samples; to keep a sample out of the loss, set its loss_mask to zeros"
             )
-        for sample in (sample for members in samples for sample in members):
-            if (problem := malformation(sample)) is not None:
-                raise RolloutError(f"--rollout-sample-filter-path: the function left sample {sample.index} with a {problem}")
+        _check_changed("--rollout-sample-filter-path", groups)
 
     return apply
 
@@ -104,16 +96,15 @@ def all_samples(hook: Hook, args: Any) -> AllSamples:
     """Adapt `--rollout-all-samples-process-path`: `f(args, groups: list[list[Sample]], data_source) -> None`, dropped groups included."""
 
     def process(groups: list[SampleGroup], data_source: Any) -> None:
-        try:
+        with reraised(f"--rollout-all-samples-process-path: the function raised on {count(len(groups), 'group')}:", hook):
             hook(args, [group.samples for group in groups], data_source)
-        except Exception as error:
-            raise _failure("--rollout-all-samples-process-path", count(len(groups), "group"), error, hook) from error
-        for sample in (sample for group in groups if group.kept for sample in group.samples):
-            if (problem := malformation(sample)) is not None:
-                raise RolloutError(f"--rollout-all-samples-process-path: the function left sample {sample.index} with a {problem}")
+        _check_changed("--rollout-all-samples-process-path", [group for group in groups if group.kept])
 
     return process
 
 
-def _failure(flag: str, place: str, error: Exception, hook: Hook) -> RolloutError:
-    return RolloutError(f"{flag}: the function raised on {place}: {describe_exception(error, hook)}")
+def _check_changed(flag: str, groups: list[SampleGroup]) -> None:
+    """Raise RolloutError if a function left a sample malformed."""
+    for sample in (sample for group in groups for sample in group.samples):
+        if (problem := malformation(sample)) is not None:
+            raise RolloutError(f"{flag}: the function left sample {sample.index} with a {problem}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RunnerParts:
-    """Parts of a `RolloutRunner` or `ContinuousRunner`."""
+    """Parts of a `RolloutRunner`, `ContinuousRunner` or `CustomRollout`."""
 
     source: GroupStream
     sampler: Sampler
@@ -61,6 +61,12 @@ class RunnerParts:
             self.sample_filter([group for group in groups if group.kept])
         if self.all_samples is not None:
             self.all_samples(groups, DataSource(self.source, step, version, groups))
+
+    def rollout(self, step: int, groups: list[SampleGroup], version: int, counts: Mapping[str, float] | None = None) -> Rollout:
+        """Return a complete rollout with its metrics, to which `counts` are added, and the state of the source after it."""
+        metrics = sample_metrics(groups, reward_key=self.reward_key, pass_key=self.pass_key, policy_version=version)
+        state = self.source.state(step)
+        return Rollout(step, groups, state, metrics | dict(counts or {}) | source_metrics(state))
 
 
 class RolloutRunner:
@@ -149,10 +155,8 @@ class RolloutRunner:
         """Mark every group as kept or dropped, call the hooks of whole rollouts, and compute the metrics."""
         groups = run.mark_kept(run.sampling.chosen())
         self._parts.finish(run.step, run.version, groups)
-        metrics = sample_metrics(groups, reward_key=self._parts.reward_key, pass_key=self._parts.pass_key, policy_version=run.version)
-        metrics |= sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._parts.reward_key)
-        state = self._parts.source.state(run.step)
-        return Rollout(run.step, groups, state, metrics | source_metrics(state))
+        counts = sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._parts.reward_key)
+        return self._parts.rollout(run.step, groups, run.version, counts)
 
 
 @dataclass(slots=True)

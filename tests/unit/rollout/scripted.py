@@ -181,6 +181,7 @@ class World:
     rows: Rows
     source: GroupStream
     reward: ScriptedReward
+    parts: RunnerParts
     runner: RolloutRunner
 
 
@@ -225,7 +226,7 @@ def world(
         all_samples=all_samples,
         policy_version=lambda: engine.version,
     )
-    return World(given, engine, rows, source, reward, RolloutRunner(parts, aligned_waves=aligned_waves))
+    return World(given, engine, rows, source, reward, parts, RolloutRunner(parts, aligned_waves=aligned_waves))
 
 
 def by_row(lengths: dict[int, int], default: int = 5) -> Callable[[int, int], int]:

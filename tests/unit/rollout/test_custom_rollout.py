@@ -1,5 +1,6 @@
 """`--rollout-function-path`: the user's function in place of the runner."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +9,9 @@ import pytest
 from fuligo.errors import RolloutError
 from fuligo.rollout.custom_generate import continue_sample
 from fuligo.rollout.custom_rollout import CustomRollout
-from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.teacher import ServedTeacher
 from fuligo.types import FloatArray, IntArray, SampleStatus
-from tests.unit.rollout.scripted import Tokenizer, World, samples_of, world
+from tests.unit.rollout.scripted import World, samples_of, world
 
 
 def custom(hook, *, teacher: ServedTeacher | None = None, reward_key: str | None = None, **flags: object) -> tuple[World, CustomRollout]:
@@ -19,12 +19,8 @@ def custom(hook, *, teacher: ServedTeacher | None = None, reward_key: str | None
     rollouts = CustomRollout(
         hook,
         SimpleNamespace(rollout_batch_size=2),
-        source=given.source,
-        generate=SingleTurn(given.engine, Tokenizer(), timeout_s=9),
-        params=sampling_params(given.flags),
-        policy_version=lambda: 3,
+        replace(given.parts, policy_version=lambda: 3, reward_key=reward_key),
         teacher=teacher,
-        reward_key=reward_key,
     )
     return given, rollouts
 

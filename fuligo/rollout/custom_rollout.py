@@ -7,10 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from fuligo.config.hooks import reraised
-from fuligo.errors import RolloutError
+from fuligo.errors import RewardError, RolloutError
 from fuligo.rollout.custom_generate import complete, default_generate
 from fuligo.rollout.protocol import Rollout, RolloutState, is_group_list
-from fuligo.rollout.rewards.failure import RewardFailure
 from fuligo.rollout.rewards.runner import finite
 from fuligo.rollout.runner import RunnerParts
 from fuligo.rollout.sampler import failed, malformation
@@ -66,10 +65,7 @@ def completed_group(
 ) -> SampleGroup:
     """Return the group of samples that a user's function returned, completed. Samples that cannot be trained on are marked failed.
 
-    Args:
-        version: version of the weights, for tokens without a version
-        rows: row of the dataset by group index
-        reward_key: key of dict rewards whose value must be finite; None: dict rewards are not checked
+    `version` is for tokens without one; `rows` maps group indices to the dataset. Without `reward_key`, dict rewards are not checked.
     """
     for sample in samples:
         try:
@@ -98,6 +94,6 @@ def _reward_problem(sample: Sample, reward_key: str | None) -> str | None:
         value = value.get(reward_key)
     try:
         finite(value, "the reward that the function set")
-    except RewardFailure as failure:
+    except RewardError as failure:
         return str(failure)
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuligo.rollout.rewards.custom import CustomReward
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.rules import RULES, find_rule
 from fuligo.rollout.rewards.runner import ExtraReward, RewardRunner
 
@@ -13,15 +12,12 @@ if TYPE_CHECKING:
     from fuligo.config import Config
 
 __all__ = [
-    "RULES", "CustomReward", "ExtraReward", "FailureReason", "RewardFailure", "RewardRunner", "find_rule", "reward_runner",
+    "RULES", "CustomReward", "ExtraReward", "RewardRunner", "find_rule", "reward_runner",
 ]  # fmt: skip
 
 
 def reward_runner(config: Config) -> RewardRunner:
-    """Build the reward runner of a run from its flags.
-
-    Raises ConfigError if a reward type is unknown or lacks a flag, and HookError if the custom reward cannot be imported.
-    """
+    """Build the reward runner of a run. Raises ConfigError if a reward type is unknown or lacks a flag, HookError if a hook is unusable."""
     from fuligo.config.args_view import ArgsView
     from fuligo.config.hooks import hook_of, load_hook
 

@@ -2,13 +2,13 @@
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from fuligo.config.groups import DataFlags, RewardFlags
 from fuligo.data.dataset import Rows
-from fuligo.errors import ConfigError, DataError
-from fuligo.rollout.rewards.failure import RewardFailure
+from fuligo.errors import ConfigError, DataError, RewardError
 from fuligo.rollout.rewards.rules import BOXED_PREFIX, find_rule
 
 _ROWS_READ = 1000
@@ -16,10 +16,7 @@ _ROWS_READ = 1000
 
 
 def check_reward(flags: RewardFlags) -> None:
-    """Check that a built-in reward has the flags and packages that it needs.
-
-    Raises ConfigError if the reward type is unknown, or lacks a flag or a package.
-    """
+    """Check a built-in reward. Raises ConfigError if the reward type is unknown, or lacks a flag or a package."""
     if flags.rm_type is None or flags.custom_rm_path is not None:
         return
     rule = find_rule(flags.rm_type)
@@ -40,30 +37,23 @@ def check_reward(flags: RewardFlags) -> None:
 def unjudged(paths: Sequence[str], settings: DataFlags, rm_type: str | None) -> str | None:
     """Describe the first row that cannot be judged, and count such rows among the first `_ROWS_READ`.
 
-    Return None if all can be judged, or if --skip-bad-rows is set and at least one can.
-
-    Args:
-        paths: entries of --prompt-data that passed `check_file`.
-        rm_type: reward type of rows whose metadata set none.
+    Return None if all can be judged, or if --skip-bad-rows is set and at least one can. `rm_type` is for rows whose metadata set none.
     """
     if settings.metadata_key is None and (rm_type is None or find_rule(rm_type).check_row is None):
         return None
     rows = Rows.open(paths, settings)
     num_read = min(len(rows), _ROWS_READ)
-    problems = {row: problem for row in range(num_read) if (problem := _problem(rows, row, rm_type))}
+    problems: dict[int, str] = {}
+    for row in range(num_read):
+        with suppress(DataError):  # reported when the dataset is read
+            fields = rows[row]
+            if problem := row_problem(fields.label, fields.metadata, rm_type):
+                problems[row] = problem
     if not problems or (settings.skip_bad_rows and len(problems) < num_read):
         return None
     row, problem = next(islice(problems.items(), 1))
     more = f" ({len(problems)} of the first {num_read} rows cannot be judged)" if len(problems) > 1 else ""
     return f"{rows.place(row)}: {problem}{more}; fix or remove such rows, or let their samples fail with --skip-bad-rows"
-
-
-def _problem(rows: Rows, row: int, rm_type: str | None) -> str | None:
-    try:
-        fields = rows[row]
-    except DataError:
-        return None  # reported when the dataset is read
-    return row_problem(fields.label, fields.metadata, rm_type)
 
 
 def row_problem(label: Any, metadata: dict[str, Any], rm_type: str | None) -> str | None:
@@ -79,6 +69,6 @@ def row_problem(label: Any, metadata: dict[str, Any], rm_type: str | None) -> st
             check(label, metadata)
     except ConfigError as error:
         return str(error)
-    except RewardFailure as failure:
+    except RewardError as failure:
         return f"{source} {name}: {failure}"
     return None

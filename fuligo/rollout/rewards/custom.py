@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from fuligo.config.hooks import describe_exception
+from fuligo.config.hooks import describe_exception, is_async
 from fuligo.environments.threads import call_in_thread
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
+from fuligo.errors import RewardError
 from fuligo.types import Sample
 
 _MAX_THREADS = 64
@@ -22,22 +22,16 @@ class CustomReward:
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, timeout_s: float) -> None:
-        """Wrap a function.
-
-        Args:
-            function: the user's function.
-            args: the read-only view of all flags.
-            timeout_s: seconds per call.
-        """
+        """Wrap a function. `args` is the read-only view of all flags, `timeout_s` the seconds per call."""
         self._function = function
         self._args = args
         self._timeout_s = timeout_s
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+        self._is_async = is_async(function)
         self._threads = asyncio.Semaphore(_MAX_THREADS)
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
 
     async def __call__(self, samples: Sample | list[Sample]) -> Any:
-        """Call the function and return its result. Raises RewardFailure if it raised, or did not return within the timeout."""
+        """Call the function and return its result. Raises RewardError if it raised, or did not return within the timeout."""
         if self._is_async:
             return await self._within_deadline(self._call_async(samples))
         async with self._threads:
@@ -57,7 +51,7 @@ class CustomReward:
             if not task.done():
                 task.cancel()
         if not task.done():
-            raise RewardFailure(FailureReason.TIMEOUT, f"{self.name} gave no reward within {self._timeout_s:g} s (--rm-timeout-s)")
+            raise RewardError(f"{self.name} gave no reward within {self._timeout_s:g} s (--rm-timeout-s)")
         return task.result()
 
     async def _with_exceptions_as_failures(self, work: Awaitable[Any]) -> Any:
@@ -67,6 +61,6 @@ class CustomReward:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise RewardFailure(FailureReason.RAISED, f"{self.name} canceled itself") from error
+            raise RewardError(f"{self.name} canceled itself") from error
         except (Exception, SystemExit) as error:
-            raise RewardFailure(FailureReason.RAISED, f"{self.name} raised {describe_exception(error, self._function)}") from error
+            raise RewardError(f"{self.name} raised {describe_exception(error, self._function)}") from error

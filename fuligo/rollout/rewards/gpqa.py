@@ -11,8 +11,8 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
+from fuligo.errors import RewardError
 from fuligo.rollout.rewards.extraction import gold_answers, last_boxed
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 
 _LETTERS = tuple(string.ascii_uppercase[:10])
 """Letters of a question whose row has neither choices nor letters."""
@@ -44,41 +44,35 @@ class Question:
 
     @classmethod
     def of(cls, label: Any, metadata: dict[str, Any]) -> Question:
-        """Return the question of a row.
-
-        Raises RewardFailure if label and metadata do not say which choice is right, or contradict each other.
-        """
+        """Return the question of a row. Raises RewardError if label and metadata do not say which choice is right, or disagree."""
         offered = _offered(metadata)
         given = metadata.get("correct_letter")
         if label is None and given is None:
-            raise RewardFailure(
-                FailureReason.BAD_LABEL, 'neither --label-key nor metadata["correct_letter"] says which choice is right; set one of them'
-            )
+            raise RewardError('neither --label-key nor metadata["correct_letter"] says which choice is right; set one of them')
         by_letter = None if given is None else offered.letter_of(given, 'metadata["correct_letter"]')
         if by_letter is not None and (label is None or (isinstance(label, str) and offered.named_alone(label) is None)):
             return cls(offered.letters, offered.choices, frozenset({by_letter}))  # a label that names no choice does not contradict it
         entries = label if isinstance(label, list | tuple) and label else [label]
         by_label = frozenset(offered.letter_of(entry, "the label") for entry in entries)
         if by_letter is not None and by_letter not in by_label:
-            raise RewardFailure(
-                FailureReason.BAD_LABEL,
+            raise RewardError(
                 f'the label says {", ".join(sorted(by_label))} but metadata["correct_letter"] says {by_letter}; correct the row',
             )
         return cls(offered.letters, offered.choices, by_label if by_letter is None else frozenset({by_letter}))
 
     def letter_of(self, value: Any, what: str) -> str:
-        """Return the letter of a choice given by its letter, position (from 0) or text. Raises RewardFailure if there is none."""
+        """Return the letter of a choice given by its letter, position (from 0) or text. Raises RewardError if there is none."""
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and not isinstance(value, bool):
             if 0 <= value < len(self.letters):
                 return self.letters[value]
-            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value}, but positions range from 0 to {len(self.letters) - 1}")
+            raise RewardError(f"{what} is {value}, but positions range from 0 to {len(self.letters) - 1}")
         (text,) = gold_answers(value)
         letter = self.named_alone(text)
         if letter is None:
             known = ", ".join(self.letters) + (f", or the text of one of {len(self.choices)} choices" if self.choices else "")
-            raise RewardFailure(FailureReason.BAD_LABEL, f"{what} is {value!r:.80}, but it must be one of {known}")
+            raise RewardError(f"{what} is {value!r:.80}, but it must be one of {known}")
         return letter
 
     def named_alone(self, text: str) -> str | None:
@@ -91,10 +85,7 @@ class Question:
         return same[0] if len(same) == 1 else None
 
     def named_first(self, text: str) -> str | None:
-        """Return the letter of the choice that `text` is or begins with, else None.
-
-        The text of a choice takes precedence over a letter, because "A" may be the article.
-        """
+        """Return the letter of the choice that `text` is or begins with, else None. Texts take precedence: "A" may be the article."""
         letter = self.named_alone(text)
         if letter is not None:
             return letter
@@ -139,35 +130,28 @@ def chosen(response: str, question: Question) -> str | None:
 
 
 def gpqa_reward(answer: str | None, label: Any, metadata: dict[str, Any]) -> float:
-    """Return 1 if the answer chooses a correct choice, else 0.
-
-    Raises:
-        RewardFailure: see `Question.of`.
-    """
+    """Return 1 if the answer chooses a correct choice, else 0. Raises RewardError like `Question.of`."""
     question = Question.of(label, metadata)
     return float(answer is not None and chosen(answer, question) in question.correct)
 
 
 def _offered(metadata: dict[str, Any]) -> Question:
-    """Read the choices and their letters from the metadata. Raises RewardFailure if they are malformed."""
+    """Read the choices and their letters from the metadata. Raises RewardError if they are malformed."""
     choices, letters = metadata.get("choices"), metadata.get("valid_letters")
     if isinstance(choices, dict):
         keys = [str(key).strip().upper() for key in choices]
         letters = keys if letters is None and all(len(key) == 1 and key.isalpha() for key in keys) else letters
         choices = list(choices.values())
     if not isinstance(choices, list | tuple | None) or not isinstance(letters, list | tuple | str | None):
-        raise RewardFailure(
-            FailureReason.BAD_LABEL, f'metadata["choices"] and ["valid_letters"] must be lists, not {choices!r:.60} and {letters!r:.60}'
-        )
+        raise RewardError(f'metadata["choices"] and ["valid_letters"] must be lists, not {choices!r:.60} and {letters!r:.60}')
     texts = tuple(str(choice) for choice in choices or ())
     if letters:
         named = tuple(str(letter).strip().upper() for letter in letters)
     else:
         named = tuple(string.ascii_uppercase[: len(texts)]) if texts else _LETTERS
     if any(len(letter) != 1 or letter not in string.ascii_uppercase for letter in named) or (texts and len(named) != len(texts)):
-        raise RewardFailure(
-            FailureReason.BAD_LABEL,
-            f"{len(texts) or 'the'} choices cannot have the letters {', '.join(named)}: each choice needs one letter from A to Z",
+        raise RewardError(
+            f"{len(texts) or 'the'} choices cannot have the letters {', '.join(named)}: each choice needs one letter from A to Z"
         )
     return Question(named, texts)
 

@@ -29,8 +29,6 @@ _MALFORMED = (IndexError, ValueError, csv.Error)
 class BadMetadataError(ValueError):
     """Raised if metadata name an unknown check, or have arguments that do not fit the check."""
 
-    reason = "bad_metadata"
-
 
 def prepare() -> None:
     """Import the checks."""
@@ -38,11 +36,7 @@ def prepare() -> None:
 
 
 def judge(response: str, metadata: dict[str, Any]) -> bool:
-    """Return whether the response follows every instruction of the metadata (IFEval's strict variant). An empty response follows none.
-
-    Raises:
-        BadMetadataError: see `checkers`.
-    """
+    """Return whether the response follows every instruction of the metadata (IFEval's strict variant). An empty response follows none."""
     checks = checkers(metadata)
     try:
         return bool(response.strip()) and all(check.check_following(response) for check in checks)
@@ -51,11 +45,7 @@ def judge(response: str, metadata: dict[str, Any]) -> bool:
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Check that a response to the row can be judged, by judging a short one.
-
-    Raises:
-        BadMetadataError: see `checkers`; also if a check raises, or needs NLTK data that is not installed.
-    """
+    """Judge a short response. Raises BadMetadataError like `checkers`, and if a check raises or needs NLTK data that is missing."""
     for name, check in zip(metadata.get("instruction_id_list") or (), checkers(metadata)):
         try:
             check.check_following(_TRIAL)
@@ -71,10 +61,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
 
 
 def checkers(metadata: dict[str, Any]) -> list[Any]:
-    """Return a check for each instruction in `instruction_id_list`, with its arguments from `kwargs`.
-
-    Raises BadMetadataError if an instruction is unknown, or an argument is missing, unknown or not usable.
-    """
+    """Return a check for each instruction in the metadata, with its arguments. Raises BadMetadataError if one is unknown or unfit."""
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(names, list | tuple) or not names:
         raise BadMetadataError(f'metadata["instruction_id_list"] must be a list of instructions, not {names!r:.60}')

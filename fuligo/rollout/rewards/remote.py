@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 
 from fuligo.config.secret import Secret, hide_credentials, reveal
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
+from fuligo.errors import RewardError
 from fuligo.types import Sample
 
 _FIRST_PAUSE_S = 0.1
@@ -25,9 +25,9 @@ class RemoteReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def judge(self, sample: Sample, response: str) -> Any:
-        """Return the JSON of the reply. Raises RewardFailure if no usable reply arrived in time."""
+        """Return the JSON of the reply. Raises RewardError if no usable reply arrived in time."""
         if self._url is None:
-            raise RewardFailure(FailureReason.REMOTE, "the sample's reward type is remote_rm, but --rm-url is not set; set it")
+            raise RewardError("the sample's reward type is remote_rm, but --rm-url is not set; set it")
         last_problem = "no reply"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -41,11 +41,10 @@ class RemoteReward:
                         if isinstance(error, aiohttp.ClientResponseError) and error.status not in _WORTH_RETRYING:
                             break
         except TimeoutError:
-            raise RewardFailure(
-                FailureReason.TIMEOUT,
-                f"{self._url} gave no reward within {self._timeout_s:g} s (--rm-timeout-s); last problem: {last_problem}",
+            raise RewardError(
+                f"{self._url} gave no reward within {self._timeout_s:g} s (--rm-timeout-s); last problem: {last_problem}"
             ) from None
-        raise RewardFailure(FailureReason.REMOTE, f"{self._url} gave no reward: {last_problem}")
+        raise RewardError(f"{self._url} gave no reward: {last_problem}")
 
     async def close(self) -> None:
         if self._session is not None:
@@ -60,4 +59,4 @@ class RemoteReward:
             try:
                 return await response.json(content_type=None)
             except ValueError as error:
-                raise RewardFailure(FailureReason.REMOTE, f"{url} returned invalid JSON: {error}") from error
+                raise RewardError(f"{url} returned invalid JSON: {error}") from error

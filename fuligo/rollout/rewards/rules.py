@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fuligo.answers.statement import last_boxed, stated_answer
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, RewardError
 from fuligo.rollout.rewards.dapo import dapo_reward
 from fuligo.rollout.rewards.extraction import answer_line, deepscaler_answer, gold_answers
-from fuligo.rollout.rewards.failure import FailureReason, RewardFailure
 from fuligo.rollout.rewards.gpqa import Question, gpqa_reward
 from fuligo.rollout.rewards.instructions import BadMetadataError, check_metadata
 from fuligo.rollout.rewards.remote import RemoteReward
@@ -61,7 +60,7 @@ class Rule:
     keys: tuple[str, ...] = ()
     """Keys of the dict that it returns; empty if it returns a number."""
     check_row: Callable[[Any, dict[str, Any]], object] | None = None
-    """Check of a row's (label, metadata); raises RewardFailure if no response to the row can be judged. None: rows are not checked."""
+    """Check of a row's (label, metadata); raises RewardError if no response to the row can be judged. None: rows are not checked."""
 
 
 async def _answer_equals(answer: str | None, sample: Sample, services: Services) -> float:
@@ -92,7 +91,7 @@ def _check_instructions(label: Any, metadata: dict[str, Any]) -> None:
     try:
         check_metadata(metadata)
     except BadMetadataError as error:
-        raise RewardFailure(FailureReason.BAD_METADATA, str(error)) from error
+        raise RewardError(str(error)) from error
 
 
 def _check_label(label: Any, metadata: dict[str, Any]) -> None:

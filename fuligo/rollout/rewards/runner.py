@@ -3,23 +3,21 @@
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
 
 from fuligo.config.groups import RewardFlags
-from fuligo.errors import ConfigError
+from fuligo.errors import ConfigError, RewardError
 from fuligo.quantities import count
 from fuligo.rollout.metrics import is_finite, metrics_problem
 from fuligo.rollout.rewards.check import check_reward
 from fuligo.rollout.rewards.custom import CustomReward
-from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
 from fuligo.rollout.rewards.remote import RemoteReward
 from fuligo.rollout.rewards.rules import Services, find_rule
 from fuligo.rollout.rewards.symbolic import SymbolicComparison
-from fuligo.rollout.rewards.worker_pool import WorkerPool
+from fuligo.rollout.rewards.worker_pool import NoVerdictError, WorkerPool
 from fuligo.types import MAIN_REWARD, Sample, SampleGroup, SampleStatus, Span
 
 
@@ -52,8 +50,6 @@ class RewardRunner:
             check_reward(flags)
         if flags.group_rm and custom is None:
             raise ConfigError("--group-rm needs --custom-rm-path: the built-in rewards judge one sample at a time")
-        self.failures: Counter[FailureReason] = Counter()
-        """Samples without a reward since the start of the run, by reason."""
         self._flags = flags
         self._optional = optional
         self._custom = custom
@@ -90,11 +86,11 @@ class RewardRunner:
             if self._extra:
                 await self._add_extra(sample, sample.reward)
             if (problem := metrics_problem(sample.metrics)) is not None:
-                raise RewardFailure(FailureReason.BAD_VALUE, problem)
+                raise RewardError(problem)
         except NoVerdictError as error:
             sample.reward, sample.judge_error = 0.0, str(error)
-        except RewardFailure as failure:
-            self._fail(sample, failure)
+        except RewardError as error:
+            _fail(sample, error)
         if not self._flags.group_rm:
             sample.spans.append(Span("reward", start_s, time.time()))
 
@@ -105,13 +101,11 @@ class RewardRunner:
         if name is None and self._optional:
             return 0.0
         if name is None:
-            raise RewardFailure(
-                FailureReason.NO_REWARD, 'no reward is configured for the sample; set --rm-type, --custom-rm-path or metadata["rm_type"]'
-            )
+            raise RewardError('no reward is configured for the sample; set --rm-type, --custom-rm-path or metadata["rm_type"]')
         try:
             rule = find_rule(name, 'metadata["rm_type"]')  # --rm-type was checked at the start
         except ConfigError as error:
-            raise RewardFailure(FailureReason.NO_REWARD, str(error)) from error
+            raise RewardError(str(error)) from error
         return await rule.judge(rule.extract(sample.response), sample, self._services)
 
     async def _add_extra(self, sample: Sample, reward: float | dict[str, Any]) -> None:
@@ -135,14 +129,12 @@ class RewardRunner:
             rewards = await self._custom(samples)
             if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
                 given = count(len(rewards), "reward") if isinstance(rewards, list | tuple) else f"{rewards!r:.80}"
-                raise RewardFailure(
-                    FailureReason.BAD_VALUE, f"{self._custom.name} must return a list of {count(len(samples), 'reward')}, not {given}"
-                )
+                raise RewardError(f"{self._custom.name} must return a list of {count(len(samples), 'reward')}, not {given}")
             for sample, reward in zip(samples, rewards, strict=True):
                 sample.reward = reward
-        except RewardFailure as failure:
+        except RewardError as failure:
             for sample in samples:
-                self._fail(sample, failure)
+                _fail(sample, failure)
         end_s = time.time()
         for sample in samples:
             sample.spans.append(Span("reward", start_s, end_s))
@@ -152,41 +144,34 @@ class RewardRunner:
             return finite(reward, "the reward")
         for name, part in reward.items():
             if isinstance(part, int) and not is_finite(part):  # metrics average all numbers
-                raise RewardFailure(FailureReason.BAD_VALUE, f"the reward's {name!r:.80} is an integer too large for a float")
+                raise RewardError(f"the reward's {name!r:.80} is an integer too large for a float")
         key = self._flags.reward_key
         if key is not None and key in reward:
             return {**reward, key: finite(reward[key], f"the reward's {key!r}")}
         if key is None and self._flags.custom_reward_post_process_path is not None:
             return reward
-        raise RewardFailure(
-            FailureReason.BAD_VALUE,
-            f"the reward is a dict with the keys {', '.join(map(str, reward))}; --reward-key ({key}) must name one of them",
-        )
+        raise RewardError(f"the reward is a dict with the keys {', '.join(map(str, reward))}; --reward-key ({key}) must name one of them")
 
-    def _fail(self, sample: Sample, failure: RewardFailure) -> None:
-        sample.status = SampleStatus.FAILED
-        sample.error = f"reward: {failure}"
-        sample.reward = None
-        self.failures[failure.reason] += 1
+
+def _fail(sample: Sample, failure: RewardError) -> None:
+    sample.status, sample.error, sample.reward = SampleStatus.FAILED, f"reward: {failure}", None
 
 
 def reward_number(reward: float | dict[str, Any], key: str | None) -> float:
-    """Return the number to which extra rewards are added. Raises RewardFailure if the reward is a dict and `key` is None."""
+    """Return the number to which extra rewards are added. Raises RewardError if the reward is a dict and `key` is None."""
     if not isinstance(reward, dict):
         return reward
     if key is None:
-        raise RewardFailure(
-            FailureReason.BAD_VALUE, "--extra-rm-path adds to a number, but the reward is a dict; name its value with --reward-key"
-        )
+        raise RewardError("--extra-rm-path adds to a number, but the reward is a dict; name its value with --reward-key")
     return reward[key]
 
 
 def finite(value: Any, what: str) -> float:
-    """Return `value` as a float; NumPy numbers and 0-d tensors are accepted. Raises RewardFailure if it is not a finite number."""
+    """Return `value` as a float; NumPy numbers and 0-d tensors are accepted. Raises RewardError if it is not a finite number."""
     try:
         number = float(value) if isinstance(value, Real) or hasattr(value, "item") else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
-        raise RewardFailure(FailureReason.BAD_VALUE, f"{what} must be a finite number, not {value!r:.80}")
+        raise RewardError(f"{what} must be a finite number, not {value!r:.80}")
     return number

@@ -19,7 +19,7 @@ class SymbolicComparison:
         self._verdicts: OrderedDict[tuple[str, tuple[str, ...]], bool] = OrderedDict()
 
     async def answer_equals(self, answer: str, golds: list[str]) -> bool:
-        """Return whether an answer equals one of the golds. Raises RewardFailure if the comparison raised or timed out."""
+        """Return whether an answer equals one of the golds. Raises RewardError if the comparison raised or timed out."""
         undecided: list[str] = []
         for gold in golds:
             verdict = _equal_at_once(answer, gold)

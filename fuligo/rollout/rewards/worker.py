@@ -18,11 +18,7 @@ _MAX_MEMORY_BYTES = 4 * 1024**3
 
 
 def main(judge_file: str, replies: TextIO) -> None:
-    """Answer the requests on standard input until it ends.
-
-    Args:
-        judge_file: path of a module with `prepare()` and `judge(**request) -> bool`.
-    """
+    """Answer the requests on standard input until it ends. `judge_file` is a module with `prepare()` and `judge(**request) -> bool`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its input
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     module = runpy.run_path(judge_file)
@@ -41,7 +37,6 @@ def main(judge_file: str, replies: TextIO) -> None:
         except (Exception, MemoryError, RecursionError) as error:
             reply = {
                 "error": f"{type(error).__name__}: {str(error)[:400]}",
-                "reason": getattr(error, "reason", "raised"),
                 "exhausted": isinstance(error, MemoryError | RecursionError),
             }
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -8,14 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from fuligo.errors import RewardError
 from fuligo.limits import num_cores
-from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0
 """Seconds in which a worker must be ready. Importing sympy takes about a second, and much longer on a loaded machine."""
 _GRACE_S = 5.0
 """Extra seconds that the parent waits. The worker's alarm normally ends the worker at the deadline, but may be late on a loaded machine."""
+
+
+class NoVerdictError(RewardError):
+    """Raised if a judge hangs, dies or runs out of memory. The response counts as wrong, so that policies do not learn to hang it."""
 
 
 class WorkerDiedError(Exception):
@@ -31,10 +35,7 @@ class Worker:
 
     @classmethod
     async def start(cls, judge: Path) -> Self:
-        """Start a process and wait until it has imported its judge.
-
-        Raises RewardFailure if the process ended or did not become ready in time.
-        """
+        """Start a process and wait until it has imported its judge. Raises RewardError if it ended or was not ready in time."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # otherwise the script's directory would shadow modules of the standard library
@@ -52,20 +53,19 @@ class Worker:
             await worker.kill()
             late = f"did not start within {_START_TIMEOUT_S:g} s"
             what = late if isinstance(error, TimeoutError) else f"ended with exit code {process.returncode} while importing its judge"
-            raise RewardFailure(FailureReason.NO_WORKER, f"a reward worker {what}") from error
+            raise RewardError(f"a reward worker {what}") from error
         except asyncio.CancelledError:
             worker.kill_now()
             raise
         if "error" in ready:
             await worker.kill()
-            raise RewardFailure(FailureReason.NO_WORKER, ready["error"])
+            raise RewardError(ready["error"])
         return worker
 
     async def ask(self, request: dict[str, Any], timeout_s: float) -> bool:
         """Return the verdict on a request.
 
-        Raises NoVerdictError if the judge ran out of time or memory, RewardFailure if it raised, and WorkerDiedError if the process ended
-        for another reason.
+        Raises NoVerdictError if time or memory ran out, RewardError if the judge raised, WorkerDiedError if the process died otherwise.
         """
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
@@ -80,11 +80,11 @@ class Worker:
         except (TimeoutError, WorkerDiedError) as error:
             await self.kill()
             if isinstance(error, TimeoutError) or self._process.returncode == -signal.SIGALRM:
-                raise NoVerdictError(FailureReason.TIMEOUT, f"no verdict within {timeout_s:g} s (--rm-timeout-s)") from None
+                raise NoVerdictError(f"no verdict within {timeout_s:g} s (--rm-timeout-s)") from None
             raise
         if "error" in reply:
-            failure = NoVerdictError if reply["exhausted"] else RewardFailure
-            raise failure(FailureReason(reply["reason"]), f"cannot judge the response: {reply['error']}")
+            failure = NoVerdictError if reply["exhausted"] else RewardError
+            raise failure(f"cannot judge the response: {reply['error']}")
         return bool(reply["verdict"])
 
     @property
@@ -116,10 +116,7 @@ class WorkerPool:
     def __init__(self, judge: str, num_workers: int | None, timeout_s: float) -> None:
         """Store the settings; no process starts before the first request.
 
-        Args:
-            judge: file next to this one with `prepare()` and `judge(**request) -> bool`.
-            num_workers: number of processes; None: one per core, at most 4.
-            timeout_s: seconds per request.
+        `judge` is a file next to this one with `prepare()` and `judge(**request) -> bool`. The default is a worker per core, at most 4.
         """
         self._judge = Path(__file__).with_name(judge)
         self._timeout_s = timeout_s
@@ -127,14 +124,13 @@ class WorkerPool:
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._has_started = False
-        self._failed_start: RewardFailure | None = None
+        self._failed_start: RewardError | None = None
         """Error of the first worker's start. It is raised for later requests at once: starting others would fail after seconds each."""
 
     async def ask(self, **request: Any) -> bool:
         """Return the judge's verdict.
 
-        Raises NoVerdictError if the judge ran out of time or memory, or two processes died on the response, and RewardFailure if no
-        process started, or the judge raised.
+        Raises NoVerdictError if time or memory ran out, or two processes died, and RewardError if no process started, or the judge raised.
         """
         async with self._slots:
             for last_try in (False, True):
@@ -152,7 +148,7 @@ class WorkerPool:
                             self._idle.append(worker)
                 except WorkerDiedError as error:
                     if last_try:
-                        raise NoVerdictError(FailureReason.WORKER_DIED, "two reward workers died on this response") from error
+                        raise NoVerdictError("two reward workers died on this response") from error
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
@@ -163,10 +159,10 @@ class WorkerPool:
 
     async def _start(self) -> Worker:
         if self._failed_start is not None:
-            raise RewardFailure(self._failed_start.reason, str(self._failed_start))
+            raise RewardError(str(self._failed_start))
         try:
             worker = await Worker.start(self._judge)
-        except RewardFailure as failure:
+        except RewardError as failure:
             if not self._has_started:
                 self._failed_start = failure
             raise

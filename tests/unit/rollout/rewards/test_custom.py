@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fuligo.config.groups import RewardFlags
-from fuligo.rollout.rewards import CustomReward, ExtraReward, FailureReason, RewardRunner
+from fuligo.rollout.rewards import CustomReward, ExtraReward, RewardRunner
 from fuligo.types import SampleGroup, SampleStatus
 
 MakeGroup = Callable[..., SampleGroup]
@@ -86,31 +86,28 @@ def hangs_sync(args: Any, sample: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("function", "reason", "text"),
+    ("function", "text"),
     [
-        (raises, FailureReason.RAISED, "raises raised ValueError: no such rubric (test_custom.py:"),
-        (raises_sync, FailureReason.RAISED, "no such rubric"),
-        (exits, FailureReason.RAISED, "exits raised SystemExit: no such rubric"),
-        (cancels_itself, FailureReason.RAISED, "cancels_itself canceled itself"),
-        (hangs, FailureReason.TIMEOUT, "hangs gave no reward within 0.2 s"),
-        (hangs_sync, FailureReason.TIMEOUT, "hangs_sync gave no reward within 0.2 s"),
-        (lambda args, sample, extra: 1.0, FailureReason.RAISED, "TypeError"),
+        (raises, "raises raised ValueError: no such rubric (test_custom.py:"),
+        (raises_sync, "no such rubric"),
+        (exits, "exits raised SystemExit: no such rubric"),
+        (cancels_itself, "cancels_itself canceled itself"),
+        (hangs, "hangs gave no reward within 0.2 s"),
+        (hangs_sync, "hangs_sync gave no reward within 0.2 s"),
+        (lambda args, sample, extra: 1.0, "TypeError"),
     ],
 )
-async def test_a_reward_that_raises_or_hangs_fails_the_sample(
-    make_group: MakeGroup, function: Callable[..., Any], reason: FailureReason, text: str
-) -> None:
+async def test_a_reward_that_raises_or_hangs_fails_the_sample(make_group: MakeGroup, function: Callable[..., Any], text: str) -> None:
     group = make_group("a", "b")
     RELEASE.clear()
     try:
-        runner = await judge(function, group, timeout_s=0.2 if reason is FailureReason.TIMEOUT else 60.0)
+        await judge(function, group, timeout_s=0.2 if "0.2 s" in text else 60.0)
     finally:
         RELEASE.set()
     for sample in group.samples:
         assert sample.status is SampleStatus.FAILED
         assert sample.reward is None
         assert str(sample.error).startswith("reward: ") and text in str(sample.error)
-    assert runner.failures == {reason: 2}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1.0", [1.0], {"score": 1.0}, np.array([1.0, 2.0]), 10**400, 1j, {}])
@@ -119,9 +116,9 @@ async def test_a_reward_that_is_not_a_finite_number_fails_the_sample(make_group:
         return value
 
     group = make_group("a")
-    runner = await judge(function, group)
+    await judge(function, group)
     assert group.samples[0].status is SampleStatus.FAILED
-    assert runner.failures == {FailureReason.BAD_VALUE: 1}
+    assert "the reward" in str(group.samples[0].error)
 
 
 @pytest.mark.parametrize(("value", "reward"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.array(2.0), 2.0), (np.int64(3), 3.0)])
@@ -134,9 +131,9 @@ async def test_every_kind_of_number_is_accepted(make_group: MakeGroup, value: An
 async def test_a_part_of_a_dict_that_no_float_can_hold_fails_the_sample(make_group: MakeGroup) -> None:
     """A reward service may answer with any JSON, and metrics average every number of it."""
     group = make_group("a")
-    runner = await judge(lambda args, sample: {"score": 1.0, "detail": 10**400}, group, reward_key="score")
+    await judge(lambda args, sample: {"score": 1.0, "detail": 10**400}, group, reward_key="score")
+    assert group.samples[0].status is SampleStatus.FAILED
     assert "the reward's 'detail' is an integer too large for a float" in str(group.samples[0].error)
-    assert runner.failures == {FailureReason.BAD_VALUE: 1}
 
 
 async def test_a_dict_must_have_the_reward_key(make_group: MakeGroup) -> None:
@@ -211,7 +208,7 @@ async def test_a_sample_without_a_reward_type_fails(make_group: MakeGroup) -> No
         await runner(unknown)
     assert "no reward is configured for the sample" in str(group.samples[0].error)
     assert "did you mean math" in str(unknown.samples[0].error)
-    assert runner.failures == {FailureReason.NO_REWARD: 2}
+    assert group.samples[0].status is unknown.samples[0].status is SampleStatus.FAILED
 
 
 async def test_cancelling_the_run_cancels_a_running_reward(make_group: MakeGroup) -> None:

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from fuligo.config.groups import RewardFlags
-from fuligo.rollout.rewards import FailureReason, RewardRunner
+from fuligo.rollout.rewards import RewardRunner
 from fuligo.types import SampleGroup, SampleStatus
 
 MakeGroup = Callable[..., SampleGroup]
@@ -73,15 +73,15 @@ async def test_a_transient_failure_is_retried(make_group: MakeGroup, serve: Any)
 @pytest.mark.parametrize(
     ("answer", "tries", "reason", "text"),
     [
-        (lambda: web.Response(status=500), 2, FailureReason.REMOTE, "500"),
-        (lambda: web.Response(status=404), 1, FailureReason.REMOTE, "404"),
-        (lambda: web.Response(text="very good"), 1, FailureReason.REMOTE, "invalid JSON"),
-        (lambda: web.Response(text="NaN"), 1, FailureReason.BAD_VALUE, "must be a finite number"),
-        (lambda: web.json_response("1.0"), 1, FailureReason.BAD_VALUE, "must be a finite number"),
+        (lambda: web.Response(status=500), 2, "500"),
+        (lambda: web.Response(status=404), 1, "404"),
+        (lambda: web.Response(text="very good"), 1, "invalid JSON"),
+        (lambda: web.Response(text="NaN"), 1, "must be a finite number"),
+        (lambda: web.json_response("1.0"), 1, "must be a finite number"),
     ],
 )
 async def test_a_model_that_does_not_answer_with_a_number_fails_the_sample(
-    *, make_group: MakeGroup, serve: Any, answer: Callable[[], web.Response], tries: int, reason: FailureReason, text: str
+    *, make_group: MakeGroup, serve: Any, answer: Callable[[], web.Response], tries: int, text: str
 ) -> None:
     count = 0
 
@@ -91,10 +91,10 @@ async def test_a_model_that_does_not_answer_with_a_number_fails_the_sample(
         return answer()
 
     group = make_group("a")
-    runner = await judge(await serve(handler), group, rm_retries=1)
+    await judge(await serve(handler), group, rm_retries=1)
     assert group.samples[0].status is SampleStatus.FAILED
     assert text in str(group.samples[0].error)
-    assert (runner.failures, count) == ({reason: 1}, tries)
+    assert count == tries
 
 
 async def test_a_model_that_never_answers_fails_the_sample_in_time(make_group: MakeGroup, serve: Any) -> None:
@@ -105,13 +105,12 @@ async def test_a_model_that_never_answers_fails_the_sample_in_time(make_group: M
         return web.json_response(1.0)
 
     group = make_group("a", "b")
-    runner = await judge(await serve(handler), group, rm_timeout_s=0.3)
-    assert "gave no reward within 0.3 s" in str(group.samples[0].error)
-    assert runner.failures == {FailureReason.TIMEOUT: 2}
+    await judge(await serve(handler), group, rm_timeout_s=0.3)
+    for sample in group.samples:
+        assert sample.status is SampleStatus.FAILED and "gave no reward within 0.3 s" in str(sample.error)
 
 
 async def test_a_refused_connection_is_reported(make_group: MakeGroup, unused_tcp_port: int) -> None:
     group = make_group("a")
-    runner = await judge(f"http://127.0.0.1:{unused_tcp_port}/judge", group, rm_retries=1)
-    assert "ClientConnectorError" in str(group.samples[0].error)
-    assert runner.failures == {FailureReason.REMOTE: 1}
+    await judge(f"http://127.0.0.1:{unused_tcp_port}/judge", group, rm_retries=1)
+    assert group.samples[0].status is SampleStatus.FAILED and "ClientConnectorError" in str(group.samples[0].error)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.rollout.rewards.failure import FailureReason, NoVerdictError, RewardFailure
-from fuligo.rollout.rewards.worker_pool import Worker, WorkerPool
+from fuligo.errors import RewardError
+from fuligo.rollout.rewards.worker_pool import NoVerdictError, Worker, WorkerPool
 
 HANGS = "9^{9^{9^{9}}}"
 
@@ -41,9 +41,8 @@ async def test_a_comparison_that_hangs_is_ended_and_its_worker_replaced() -> Non
         assert await pool.ask(answer="\\frac12", golds=["0.5"])
         first = worker_pids(pool)
         pool._timeout_s = 1.0
-        with pytest.raises(RewardFailure, match="no verdict within 1 s") as raised:
+        with pytest.raises(RewardError, match="no verdict within 1 s"):
             await pool.ask(answer=HANGS, golds=["5"])
-        assert raised.value.reason is FailureReason.TIMEOUT
         assert worker_pids(pool) == []
         pool._timeout_s = 60.0
         assert await pool.ask(answer="x+1", golds=["1+x"])
@@ -64,9 +63,8 @@ async def test_a_worker_killed_at_work_is_replaced_once() -> None:
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
             await until(lambda: killed[-1] not in worker_pids(pool))
-        with pytest.raises(RewardFailure, match="two reward workers died") as raised:
+        with pytest.raises(RewardError, match="two reward workers died"):
             await question
-        assert raised.value.reason is FailureReason.WORKER_DIED
         assert len(set(killed)) == 2
     finally:
         await pool.close()
@@ -80,7 +78,7 @@ async def test_a_judge_that_runs_out_of_memory_has_no_verdict_and_one_that_raise
     try:
         with pytest.raises(NoVerdictError, match="MemoryError"):
             await worker.ask({"num_bytes": 1 << 40}, timeout_s=30.0)
-        with pytest.raises(RewardFailure, match="TypeError") as raised:
+        with pytest.raises(RewardError, match="TypeError") as raised:
             await worker.ask({"num_bytes": [[]]}, timeout_s=30.0)
         assert not isinstance(raised.value, NoVerdictError)
     finally:
@@ -114,9 +112,8 @@ async def test_if_no_worker_can_start_all_requests_fail_at_once(tmp_path: Path, 
     pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=30.0)
     pool._judge = judge
     for _ in range(5):
-        with pytest.raises(RewardFailure, match=cause) as raised:
+        with pytest.raises(RewardError, match=cause):
             await pool.ask(answer="1")
-        assert raised.value.reason is FailureReason.NO_WORKER
     assert starts.read_text() == "x"
 
 
@@ -208,7 +205,7 @@ async def test_odd_answers_are_wrong_or_fail_and_nothing_else() -> None:
     pool = WorkerPool("symbolic_judge.py", num_workers=1, timeout_s=10.0)
     try:
         for answer in ODD_ANSWERS:
-            with suppress(RewardFailure):
+            with suppress(RewardError):
                 assert not await pool.ask(answer=answer, golds=["5"]), answer
             assert await pool.ask(answer="\\frac12", golds=["0.5"]), answer
     finally:

@@ -60,10 +60,10 @@ class _Comparison:
             return self.equal(answer.exact, gold) or self.equal(answer.decimal, gold)
         if isinstance(gold, Approximation):
             return self.equal(answer, gold.exact) or self.equal(answer, gold.decimal)
-        if isinstance(answer, Assignment) or isinstance(gold, Assignment):
-            return self._equal_assignments(answer, gold)
         if isinstance(answer, Equation) or isinstance(gold, Equation):
             return self._equal_equations(answer, gold)
+        if isinstance(answer, Assignment) or isinstance(gold, Assignment):
+            return self._equal_assignments(answer, gold)
         if isinstance(answer, Collection) and isinstance(gold, Collection):
             return self._equal_collections(answer, gold)
         if isinstance(answer, Collection) or isinstance(gold, Collection):
@@ -105,16 +105,10 @@ class _Comparison:
         return self._algebra(answer, gold)
 
     def _equal_assignments(self, answer: Answer, gold: Answer) -> bool:
-        if isinstance(answer, Assignment) and isinstance(gold, Assignment):
-            if answer.name == gold.name:
-                return self._equal_chains(answer.values, gold.values)
+        if len({side.name for side in (answer, gold) if isinstance(side, Assignment)}) > 1:
             return self._equal_equations(answer, gold)
-        if isinstance(answer, Assignment):
-            return self._equal_chains(answer.values, (gold,)) if not isinstance(gold, Equation) else self._equal_equations(answer, gold)
-        assert isinstance(gold, Assignment)
-        if isinstance(answer, Equation):
-            return self._equal_equations(answer, gold)
-        return self._equal_chains((answer,), gold.values)
+        first, second = (side.values if isinstance(side, Assignment) else (side,) for side in (answer, gold))
+        return self._equal_chains(first, second)
 
     def _equal_chains(self, answer: Sequence[Answer], gold: Sequence[Answer]) -> bool:
         """Compare values given in several forms, such as `2 + 3 = 5`: every form of the answer must equal the gold's last form."""

@@ -161,25 +161,20 @@ def _matching(text: str, start: int) -> int | None:
     return None
 
 
-def _split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Split a text at the separators outside of all brackets."""
+def _split(text: str, separator: re.Pattern[str], found: list[str] | None = None) -> list[str]:
+    """Split a text at the separators outside of all brackets, and append the separators to `found`."""
     parts, start, depth, position = [], 0, 0, 0
     while position < len(text):
-        character = text[position]
-        depth += (character in _OPENING) - (character in _CLOSING)
-        match = separator.match(text, position) if depth == 0 or (depth == 1 and character in _OPENING) else None
-        if match and depth == 0:
+        depth += (text[position] in _OPENING) - (text[position] in _CLOSING)
+        if depth == 0 and (match := separator.match(text, position)):
             parts.append(text[start:position].strip())
+            if found is not None:
+                found.append(match[0])
             start = position = match.end()
-            continue
-        if text.startswith(("\\text{", "\\begin{"), position) and (end := _matching(text, text.index("{", position))) is not None:
-            if (match := separator.match(text, position)) and depth == 0:
-                parts.append(text[start:position].strip())
-                start = position = match.end()
-                continue
+        elif text.startswith(("\\text{", "\\begin{"), position) and (end := _matching(text, text.index("{", position))) is not None:
             position = _end_of_environment(text, position, end)
-            continue
-        position += 1
+        else:
+            position += 1
     return [*parts, text[start:].strip()]
 
 
@@ -224,12 +219,12 @@ def _bracketed(text: str) -> Answer | None:
 
 def _chain(text: str) -> Answer | None:
     """Return an equation, an assignment or the interval of an inequality; None if the text has no relation."""
-    sides = _split(text, _RELATION)
+    sides = _split(text, _RELATION, found := [])
     if len(sides) < 2:
         return None
     if not all(sides):
         return Value(text)
-    relations = tuple(_relations(text))
+    relations = tuple(found)
     if relations[0] == "\\in" and len(sides) == 2:
         return _read(sides[1])
     if relations.count("\\approx") == 1 and set(relations) <= {"=", "\\approx"}:
@@ -242,19 +237,6 @@ def _chain(text: str) -> Answer | None:
             return Assignment(sides[1], (_read(sides[0]),))
         return Equation(tuple(sides), ("=",) * (len(sides) - 1))
     return _interval(sides, relations) or Equation(tuple(sides), relations)
-
-
-def _relations(text: str) -> list[str]:
-    """Return the relations outside of all brackets, in their order."""
-    found: list[str] = []
-    rest = text
-    for side in _split(text, _RELATION)[:-1]:
-        rest = rest.lstrip()[len(side) :].lstrip()
-        match = _RELATION.match(rest)
-        assert match is not None
-        found.append(match[0])
-        rest = rest[match.end() :]
-    return found
 
 
 def is_name(text: str) -> bool:

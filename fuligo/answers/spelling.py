@@ -5,36 +5,16 @@ import unicodedata
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_COMMANDS = "π pi|θ theta|α alpha|β beta|λ lambda|φ phi|∞ infty|≤ le|⩽ le|≥ ge|⩾ ge|≠ ne|≈ approx|∪ cup|∩ cap|∈ in|∅ emptyset|± pm"
 _CHARACTERS = {
+    **{character: f"\\{command} " for character, _, command in (pair.partition(" ") for pair in _COMMANDS.split("|"))},
     **dict.fromkeys("−–—‐‑", "-"),
     **dict.fromkeys("×✕", r"\times "),
     **dict.fromkeys("·⋅∙", r"\cdot "),
-    "÷": "/",
-    "∕": "/",
-    "⁄": "/",
-    "π": r"\pi ",
-    "θ": r"\theta ",
-    "α": r"\alpha ",
-    "β": r"\beta ",
-    "λ": r"\lambda ",
-    "φ": r"\phi ",
-    "∞": r"\infty ",
-    "≤": r"\le ",
-    "⩽": r"\le ",
-    "≥": r"\ge ",
-    "⩾": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    "±": r"\pm ",
+    **dict.fromkeys("÷∕⁄", "/"),
+    **dict.fromkeys("\u00a0\u2009\u202f", " "),
     "ℝ": r"\mathbb{R}",
     "°": r"^{\circ}",
-    "\u00a0": " ",
-    "\u2009": " ",
-    "\u202f": " ",
 }
 _ARGUMENT = r"[0-9a-zA-Z]|\\(?:pi|theta|alpha|beta|lambda|phi)(?![a-zA-Z])"
 """Argument that LaTeX takes without braces."""

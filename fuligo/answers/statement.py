@@ -131,10 +131,7 @@ def _whole(text: str) -> str | None:
 
 
 def _last_term(text: str) -> str | None:
-    """Return the last number or formula, with the alternatives that `or` joins to it; None if there is none.
-
-    Formulas are also joined by commas and `and`.
-    """
+    """Return the last number or formula, with alternatives joined by `or` (formulas: also by commas and `and`); None without one."""
     terms = _terms(text, 0)
     if not terms:
         return None

@@ -1,5 +1,6 @@
 """Tokens of the assistant's turns in a conversation that a chat template renders."""
 
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ _STAND_IN = "\u2063a stand-in\u2063"
 """Placeholder content that no message begins or ends with."""
 
 
+@dataclass(eq=False)
 class AssistantTurns:
     """Assistant turns of one conversation.
 
@@ -25,41 +27,27 @@ class AssistantTurns:
     turn are then the same as in the prompt of a rollout.
     """
 
-    def __init__(
-        self,
-        messages: Messages,
-        tools: list[Any] | None,
-        template: ChatTemplate,
-        tokenizer: "PreTrainedTokenizerBase",
-        end_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        """Prepare the assistant's turns of a conversation.
+    messages: Messages
+    tools: list[Any] | None
+    template: ChatTemplate
+    tokenizer: "PreTrainedTokenizerBase"
+    end_ids: frozenset[int] = frozenset()
+    """Tokens at which the model stops; they include the next role's token if the template does not mark ends of turns (GLM)."""
 
-        Args:
-            end_ids: tokens at which the model stops; they include the next role's token if the template does not mark ends of turns (GLM)
-        """
-        self._messages = messages
-        self._tools = tools
-        self._template = template
-        self._tokenizer = tokenizer
-        self._end_ids = end_ids
-        self._turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
+    def __post_init__(self) -> None:
+        self._turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant" and turn > 0]
 
     def sequences(self, rewritten: RewrittenTurns) -> list[list[Segment]]:
         """Return the sequences to train on: one of the whole conversation, or several if the template rewrites earlier turns.
 
-        Args:
-            rewritten: treatment of a conversation whose earlier turns the template renders differently once later ones follow:
-                `per-turn` trains each turn in its own sequence, as the model writes it; `rendered` trains the form that the whole
-                conversation shows.
-
-        Raises:
-            DataError: the tokens of a turn cannot be found, or the template rewrites turns and `rewritten` is `refuse`
+        If the template renders earlier turns differently once later ones follow, `per-turn` trains each turn in its own sequence, as the
+        model writes it, and `rendered` trains the form that the whole conversation shows. Raises DataError with `refuse`, or if the tokens
+        of a turn cannot be found.
         """
         if (marked := self._marked()) is not None:
             return [marked]
         spans = [self._span(turn) for turn in self._turns]
-        whole = self._template.transcript(self._messages, self._tools)
+        whole = self.template.transcript(self.messages, self.tools)
         rewriting = self._rewritten_turn(whole, spans)
         if rewriting is not None and rewritten == "rendered":
             return [self._segments(whole, self._rendered_spans(whole, spans), self._turns[-1:])]
@@ -68,7 +56,7 @@ class AssistantTurns:
             return [self._segments(whole, [(len(opened), len(closed)) for opened, closed in spans], self._turns[-1:])]
         if rewritten == "refuse":
             raise DataError(
-                f"message {rewriting + 1} of {len(self._messages)}: the chat template renders this assistant turn differently inside the "
+                f"message {rewriting + 1} of {len(self.messages)}: the chat template renders this assistant turn differently inside the "
                 "whole conversation; choose how to train it with --sft-rewritten-turns, or use a template with {% generation %} marks"
             )
         return [
@@ -77,15 +65,15 @@ class AssistantTurns:
 
     def _span(self, turn: int) -> tuple[str, str]:
         """Return two renderings: the messages before a turn with the generation prompt, and the conversation up to the end of the turn."""
-        opened = self._template.prompt(self._messages[:turn], self._tools)
-        closed = self._template.transcript(self._messages[: turn + 1], self._tools)
+        opened = self.template.prompt(self.messages[:turn], self.tools)
+        closed = self.template.transcript(self.messages[: turn + 1], self.tools)
         if closed.startswith(opened):
             return opened, closed
         # The template drops the thinking that the generation prompt opens even from the last turn (DeepSeek-R1).
-        message = self._messages[turn]
-        before, found, after = self._template.transcript(
-            [*self._messages[:turn], {**message, "content": _STAND_IN}], self._tools
-        ).partition(_STAND_IN)
+        message = self.messages[turn]
+        before, found, after = self.template.transcript([*self.messages[:turn], {**message, "content": _STAND_IN}], self.tools).partition(
+            _STAND_IN
+        )
         written = f"{before}{message.get('content')}{after}"
         return opened, written if found and written.startswith(opened) else closed
 
@@ -94,7 +82,7 @@ class AssistantTurns:
         for turn, (opened, closed) in zip(self._turns, spans, strict=True):
             if not closed.startswith(opened):
                 raise DataError(
-                    f"message {turn + 1} of {len(self._messages)}: cannot find the tokens of this assistant turn: the chat template does "
+                    f"message {turn + 1} of {len(self.messages)}: cannot find the tokens of this assistant turn: the chat template does "
                     "not continue its generation prompt with it; give the turn the thinking that the prompt opens, choose "
                     "--sft-rewritten-turns rendered, or use a template with {% generation %} marks"
                 )
@@ -109,22 +97,19 @@ class AssistantTurns:
         return None
 
     def _rendered_spans(self, whole: str, turns: list[tuple[str, str]]) -> list[tuple[int, int]]:
-        """Return the span of each turn in the whole conversation: the text that depends on its content, and its end token.
-
-        Raises DataError if a turn has tool calls.
-        """
+        """Return the span of each turn in the whole conversation: the text that depends on its content, and its end token."""
         spans: list[tuple[int, int]] = []
         for turn, (_, closed) in zip(self._turns, turns, strict=True):
-            if self._messages[turn].get("tool_calls"):
+            if self.messages[turn].get("tool_calls"):
                 raise DataError(
-                    f"message {turn + 1} of {len(self._messages)}: --sft-rewritten-turns rendered cannot find the tokens of a turn with "
+                    f"message {turn + 1} of {len(self.messages)}: --sft-rewritten-turns rendered cannot find the tokens of a turn with "
                     "tool calls; use per-turn"
                 )
-            other = [*self._messages[:turn], {**self._messages[turn], "content": _STAND_IN}, *self._messages[turn + 1 :]]
-            changed = self._template.transcript(other, self._tools)
+            other = [*self.messages[:turn], {**self.messages[turn], "content": _STAND_IN}, *self.messages[turn + 1 :]]
+            changed = self.template.transcript(other, self.tools)
             start = _num_equal(whole, changed)
             end = len(whole) - _num_equal(whole[start:][::-1], changed[start:][::-1])
-            special = [token.content for token in self._tokenizer.added_tokens_decoder.values()]  # pyright: ignore[reportAttributeAccessIssue]
+            special = [token.content for token in self.tokenizer.added_tokens_decoder.values()]  # pyright: ignore[reportAttributeAccessIssue]
             after = [text for text in special if whole.startswith(text, end) and closed.rstrip().endswith(text)]
             spans.append((start, end + max(map(len, after), default=0)))
         return spans
@@ -132,9 +117,7 @@ class AssistantTurns:
     def _segments(self, text: str, spans: list[tuple[int, int]], last: list[int]) -> list[Segment]:
         """Tokenize a rendering piece by piece; the turns are trained, each with the token that ends it.
 
-        Args:
-            spans: positions of the turns in `text`, [start, end) in characters
-            last: message number of the last turn; empty without turns
+        `spans` are the turns' positions [start, end) in characters, `last` the message number of the last turn, empty without turns.
         """
         segments: list[Segment] = []
         position = 0
@@ -151,7 +134,7 @@ class AssistantTurns:
         done: list[Segment] = []
         for number, (ids, trained) in enumerate(segments):
             before = segments[number - 1] if number else ([], False)
-            if not trained and before[1] and before[0][-1] not in self._end_ids and ids[0] in self._end_ids:
+            if not trained and before[1] and before[0][-1] not in self.end_ids and ids[0] in self.end_ids:
                 done += [(ids[:1], True), (ids[1:], False)]
             else:
                 done.append((ids, trained))
@@ -163,20 +146,20 @@ class AssistantTurns:
         Empty if the template rejects the answer or renders the turn differently before it, or `end_ids` is empty.
         The turn is rendered alone and without thinking, because many templates drop all earlier thinking once the user answers.
         """
-        if not self._end_ids:
+        if not self.end_ids:
             return []
-        calls = self._messages[turn].get("tool_calls")
+        calls = self.messages[turn].get("tool_calls")
         question, answer = {"role": "user", "content": _STAND_IN}, {"role": "tool" if calls else "user", "content": _STAND_IN}
         said = {"role": "assistant", "content": _STAND_IN, **({"tool_calls": calls} if calls else {})}
         try:
-            shorter, longer = (self._template.transcript([question, said, *more], self._tools) for more in ([], [answer]))
+            shorter, longer = (self.template.transcript([question, said, *more], self.tools) for more in ([], [answer]))
         except DataError:  # the template allows no such message there
             return []
         return self._ids(longer[len(shorter) :])[:1] if longer.startswith(shorter) else []
 
     def _marked(self) -> list[Segment] | None:
         """Return the segments that the template marks itself; None if it has no marks."""
-        marked = self._template.masked_transcript(self._messages, self._tools)
+        marked = self.template.masked_transcript(self.messages, self.tools)
         if marked is None:
             return None
         segments: list[Segment] = []
@@ -188,29 +171,23 @@ class AssistantTurns:
             segments.append((self._reply(self._turns[-1]), False))
         return self._with_ends(segments)
 
-    @property
-    def _special(self) -> set[int]:
-        return set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
-
     def _ids(self, text: str) -> list[int]:
-        return rendered_ids(self._tokenizer, text) if text else []
+        return rendered_ids(self.tokenizer, text) if text else []
 
     def _without_tail(self, turn: list[int]) -> list[Segment]:
         """Split off the text after the token that ends the turn (a newline), which is never sampled and so not trained on."""
-        ends = [position for position, token in enumerate(turn) if token in self._special]
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
+        ends = [position for position, token in enumerate(turn) if token in special]
         tail = turn[ends[-1] + 1 :] if ends else []
-        if not tail or str(self._tokenizer.decode(tail)).strip():
+        if not tail or str(self.tokenizer.decode(tail)).strip():
             return [(turn, True)]
         return [(turn[: ends[-1] + 1], True), (tail, False)]
 
     def _check_tokens(self, segments: list[Segment], text: str) -> None:
-        """Check that tokenizing piece by piece keeps the text (a tokenizer that prepends a space to every piece would not).
-
-        Raises DataError if the text changes.
-        """
+        """Raise DataError if tokenizing piece by piece changes the text (a tokenizer may prepend a space to every piece)."""
         pieces = list(chain.from_iterable(ids for ids, _ in segments))
-        whole = rendered_ids(self._tokenizer, text)
-        if pieces != whole and self._tokenizer.decode(pieces) != self._tokenizer.decode(whole):
+        whole = rendered_ids(self.tokenizer, text)
+        if pieces != whole and self.tokenizer.decode(pieces) != self.tokenizer.decode(whole):
             raise DataError(
                 "cannot split the conversation: the tokenizer changes the text at an assistant turn; use a chat template with "
                 "{% generation %} marks"
@@ -219,6 +196,5 @@ class AssistantTurns:
 
 def _num_equal(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts."""
-    return next(
-        (position for position, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second))
-    )
+    differing = (position for position, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differing, min(len(first), len(second)))

@@ -17,12 +17,8 @@ PROMPTS_TOKENIZED = 4
 def check_file(paths: str | Path | Sequence[str], settings: DataFlags, num_drawn: int | None = None) -> int:
     """Check prompt files (readable, not empty, rows have the keys and valid values) and return how many rows are selected.
 
-    The first rows of every file are read and, of the first `ROWS_READ` rows, those that the run draws. With --skip-bad-rows, none is.
-
-    Args:
-        num_drawn: rows that the run draws at least; None: all
-
-    Raises DataError if a file is unusable, naming the file, the line and the fix.
+    The first rows of every file are read and, of the first `ROWS_READ` rows, those that the run draws (at least `num_drawn`; None: all).
+    With --skip-bad-rows, none is. Raises DataError if a file is unusable, naming the file, the line and the fix.
     """
     rows = Rows.open(paths, settings)
     if not settings.skip_bad_rows:

@@ -51,43 +51,30 @@ class Conversation:
 
     def as_samples(self, index: int) -> list[Sample]:
         """Return the parts as samples of one trajectory; the prompt of each is everything before its first trained token."""
-        return [self._as_sample(part, index) for part in self.parts]
-
-    def _as_sample(self, part: MaskedTokens, index: int) -> Sample:
-        start = int(np.argmax(part.loss_mask))
-        response = part.tokens[start:]
-        return Sample(
-            index=index,
-            group_index=index,
-            prompt=self.prompt,
-            prompt_ids=part.tokens[:start],
-            label=self.label,
-            metadata=self.metadata,
-            images=part.images,
-            response_ids=response,
-            loss_mask=part.loss_mask[start:],
-            engine_logprobs=np.zeros(len(response), np.float32),
-            versions=np.zeros(len(response), np.int32),
-            status=SampleStatus.COMPLETED,
-            reward=0.0,
-        )
+        samples: list[Sample] = []
+        for part in self.parts:
+            start = int(np.argmax(part.loss_mask))
+            sample = Sample(index, index, self.prompt, part.tokens[:start], self.label, self.metadata, part.images)
+            sample.response_ids, sample.loss_mask = part.tokens[start:], part.loss_mask[start:]
+            sample.engine_logprobs = np.zeros(sample.response_length, np.float32)
+            sample.versions = np.zeros(sample.response_length, np.int32)
+            sample.status, sample.reward = SampleStatus.COMPLETED, 0.0
+            samples.append(sample)
+        return samples
 
 
 class ConversationDataset(Dataset[Conversation]):
-    """Conversations of a file: chat messages with the assistant's turns, or prompt and answer if there is a label key.
-
-    The length limit applies to the whole conversation.
-    """
+    """Conversations of a file: chat messages with the assistant's turns, or prompt and answer if there is a label key."""
 
     def _make(self, row: int, fields: Fields) -> tuple[Conversation, int]:
         if isinstance(fields.prompt, str):
-            sequences = [_plain_segments(fields, self._tokenizer)]
+            sequences = [_plain_segments(fields, self.tokenizer)]
         else:
             assert self._template is not None
             messages = fields.prompt
             if self.settings.label_key is not None:
                 messages = [*messages, {"role": "assistant", "content": str(fields.label)}]
-            turns = AssistantTurns(self._with_images(messages), fields.tools, self._template, self._tokenizer, self._end_ids)
+            turns = AssistantTurns(self._with_images(messages), fields.tools, self._template, self.tokenizer, self.end_ids)
             sequences = turns.sequences(self.settings.sft_rewritten_turns)
         parts = tuple(self._place(join_segments(segments), fields.images) for segments in sequences)
         longest = max(len(part.tokens) for part in parts)
@@ -97,9 +84,9 @@ class ConversationDataset(Dataset[Conversation]):
         """Insert all tokens of a sequence's images. A sequence is cut after its last trained token and may lack the last images."""
         if not images:
             return part
-        assert self._images is not None, "opened with the model's images"
+        assert self.images is not None, "opened with the model's images"
         ids = part.tokens.tolist()
-        placed = self._images.place(ids, images[: ids.count(self._images.token_id)])
+        placed = self.images.place(ids, images[: ids.count(self.images.token_id)])
         return MaskedTokens(placed.ids, part.loss_mask[placed.origins], placed.images)
 
 
@@ -108,10 +95,7 @@ class ConversationSource(RowSource[Conversation]):
 
 
 def join_segments(segments: list[Segment]) -> MaskedTokens:
-    """Join the segments of a sequence, and cut it after the last trained token.
-
-    Raises DataError if no token is trained on, or the first one is, which has no context.
-    """
+    """Join the segments of a sequence, and cut it after the last trained token. Raises DataError if none is trained on, or the first."""
     tokens = as_ids(list(chain.from_iterable(ids for ids, _ in segments)))
     mask = np.asarray([trained for ids, trained in segments for _ in ids], np.int8)
     trained_at = np.flatnonzero(mask)

@@ -67,10 +67,7 @@ class Rows:
 
     @classmethod
     def open(cls, paths: str | Path | Sequence[str], settings: DataFlags) -> Self:
-        """Open the files of one entry or of several.
-
-        Raises DataError if a file is missing, unreadable, empty or of an unknown format, or a slice selects no row.
-        """
+        """Open the files of one entry or of several. Raises DataError if a file is unusable, or a slice selects no row."""
         given = [paths] if isinstance(paths, str | Path) else paths
         return cls([_pieces(PromptPath.parse(entry), settings) for entry in given], settings)
 
@@ -92,10 +89,7 @@ class Rows:
             yield from range(start, min(end, start + _ROWS_CHECKED))
 
     def digest(self) -> str:
-        """Return a digest of the files' content and of the selection of their rows; the first call reads the whole files.
-
-        Raises DataChangedError if a file's content has changed since it was opened, or cannot be read any more.
-        """
+        """Return a digest of the files' content and of the selection of their rows; the first call reads the whole files."""
         digests = [f"{piece.file.content.digest()}[{piece.selected.start}:{piece.selected.stop}]" for piece in self._pieces]
         return digests[0] if len(digests) == 1 else hashlib.blake2b(",".join(digests).encode(), digest_size=16).hexdigest()
 
@@ -119,25 +113,21 @@ def _pieces(entry: PromptPath, settings: DataFlags) -> list[_Piece]:
     return pieces
 
 
+@dataclass(eq=False)
 class Dataset(Generic[Item]):
     """Random access to the items made from the rows of prompt files. Each access parses and tokenizes its row."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        settings: DataFlags,
-        tokenizer: PreTrainedTokenizerBase,
-        images: ImagePlacer | None = None,
-        end_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        self.settings = settings
-        self._end_ids = end_ids
-        self._images = images
-        self.rows = rows
-        self.image_digests = ImageDigests(len(rows))
+    rows: Rows
+    settings: DataFlags
+    tokenizer: PreTrainedTokenizerBase
+    images: ImagePlacer | None
+    end_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        self.image_digests = ImageDigests(len(self.rows))
         """Digests of the image files that have been read."""
-        self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, settings.apply_chat_template_kwargs) if settings.apply_chat_template else None
+        kwargs = self.settings.apply_chat_template_kwargs
+        self._template = ChatTemplate(self.tokenizer, kwargs) if self.settings.apply_chat_template else None
 
     @classmethod
     def open(
@@ -155,10 +145,8 @@ class Dataset(Generic[Item]):
             images: image placer of the model; None if rows have no images
             end_ids: tokens at which the model stops, to end supervised turns
 
-        Raises:
-            DataError: a file is missing, unreadable, empty or of an unknown format; one of its first rows is malformed
-                (unless `skip_bad_rows`); or no row is usable
-            ConfigError: the tokenizer has no chat template, and one is requested
+        Raises DataError if a file, one of its first rows (unless `skip_bad_rows`) or every row is unusable, and ConfigError if the
+        tokenizer lacks a chat template.
         """
         dataset = cls(Rows.open(paths, settings), settings, tokenizer, images, end_ids)
         dataset._check_first_rows(paths)
@@ -170,11 +158,8 @@ class Dataset(Generic[Item]):
     def __getitem__(self, row: int) -> Item:
         """Make the item of a row.
 
-        Raises:
-            PromptTooLongError: the prompt is longer than `rollout_max_prompt_len`
-            DataError: the row is malformed; names the file and the line
-            DataChangedError: the file's content has changed since it was opened, or cannot be read any more; or the images of the row
-                have changed since it was first read
+        Raises PromptTooLongError, DataError if the row is malformed (with file and line), and DataChangedError if the file or an image of
+        the row has changed since it was opened or first read.
         """
         fields = self.rows[row]
         if fields.images:
@@ -193,24 +178,18 @@ class Dataset(Generic[Item]):
         raise NotImplementedError
 
     def _with_images(self, messages: Messages) -> Messages:
-        """Return messages in the form that chat templates of models with images expect.
-
-        Raises DataError if an assistant message has an image, or a text contains the image token.
-        """
-        if self._images is None:
+        """Return messages in the form that chat templates of models with images expect; raise DataError if `check_texts` does."""
+        if self.images is None:
             return messages
-        check_texts(messages, str(self._tokenizer.convert_ids_to_tokens(self._images.token_id)))
+        check_texts(messages, str(self.tokenizer.convert_ids_to_tokens(self.images.token_id)))
         return with_image_parts(messages)
 
     def _check_images(self, row: int, item: Item) -> None:
-        """Check that the images of one of the first rows can be decoded; in later rows, bad images only fail their samples.
-
-        Raises DataError if an image cannot be decoded.
-        """
-        if self._images is None:
+        """Raise DataError if an image of one of the first rows cannot be decoded; in later rows, bad images only fail their samples."""
+        if self.images is None:
             return
         try:
-            self._images.decode(item.images)
+            self.images.decode(item.images)
         except DataError as error:
             raise DataError(f"cannot use {self.rows.place(row)}: {error}") from error
 
@@ -256,14 +235,14 @@ class PromptDataset(Dataset[Prompt]):
     def _make(self, row: int, fields: Fields) -> tuple[Prompt, int]:
         images: tuple[PromptImage, ...] = ()
         if isinstance(fields.prompt, str):
-            ids = as_ids(plain_ids(self._tokenizer, fields.prompt))
+            ids = as_ids(plain_ids(self.tokenizer, fields.prompt))
         else:
             assert self._template is not None
             messages = self._with_images(fields.prompt)
-            ids = as_ids(rendered_ids(self._tokenizer, self._template.prompt(messages, fields.tools)))
+            ids = as_ids(rendered_ids(self.tokenizer, self._template.prompt(messages, fields.tools)))
         if fields.images:
-            assert self._images is not None, "opened with the model's images"
-            placed = self._images.place(ids.tolist(), fields.images)
+            assert self.images is not None, "opened with the model's images"
+            placed = self.images.place(ids.tolist(), fields.images)
             ids, images = placed.ids, placed.images
         if not len(ids):
             raise DataError("the prompt has no tokens; remove the row")

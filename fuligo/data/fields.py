@@ -25,11 +25,9 @@ class Fields:
 
 
 def read_fields(row: dict[str, Any], settings: DataFlags, place: Callable[[], str], directory: Path) -> Fields:
-    """Read the fields of a row. Raises DataError if a key is missing, or its value is invalid.
+    """Read the fields of a row; paths of images are relative to `directory`.
 
-    Args:
-        directory: directory that paths of images are relative to
-        place: returns the file and line of the row; called for errors only
+    Raises DataError if a key is missing or its value is invalid; `place` is called only then and returns the file and line.
     """
     try:
         _check_keys(row, settings)
@@ -87,8 +85,7 @@ def _images(row: dict[str, Any], settings: DataFlags, prompt: str | Messages, di
 def check_messages(value: Any, key: str, *, has_images: bool = False) -> Messages:
     """Return chat messages without their null fields (columnar files fill missing fields with null).
 
-    With `has_images`, image parts of a message's content become placeholders. Raises DataError if `value` is not a list of messages with a
-    role and content.
+    With `has_images`, image parts become placeholders. Raises DataError if `value` is not a list of messages with a role and content.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{key!r} must be a string or a list of chat messages, not {value!r:.80}")

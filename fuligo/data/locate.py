@@ -18,9 +18,7 @@ SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".arrow", ".csv")
 def locate(text: str) -> list[Path]:
     """Return the files of an entry without its slice, in the order of their rows. A dataset on the Hub is downloaded first.
 
-    Raises:
-        DataError: there is no such file, no file matches the pattern, the folder was not saved by `datasets`, or the dataset cannot be
-            loaded from the Hub
+    Raises DataError if nothing matches, the folder was not saved by `datasets`, or the dataset cannot be loaded from the Hub.
     """
     path = Path(text)
     if path.is_dir():
@@ -41,10 +39,7 @@ def locate(text: str) -> list[Path]:
 
 
 def _saved(directory: Path) -> list[Path]:
-    """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote.
-
-    Raises DataError if the folder holds several splits, was not written by `datasets`, or is damaged.
-    """
+    """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote. Raises DataError for other folders, or several splits."""
     try:
         if (splits := directory / "dataset_dict.json").is_file():
             names = json.loads(splits.read_text(encoding="utf-8"))["splits"]

@@ -29,10 +29,7 @@ class OpenFile:
         self._digest: str | None = None
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from `start` up to `stop`, which is at most `num_bytes`.
-
-        Raises DataChangedError if the content has changed or cannot be read any more.
-        """
+        """Return the bytes from `start` to `stop`, at most `num_bytes`. Raises DataChangedError if the content changed or is lost."""
         parts: list[bytes] = []
         try:
             while start < stop and (part := os.pread(self.descriptor, min(_CHUNK_BYTES, stop - start), start)):
@@ -46,10 +43,7 @@ class OpenFile:
         return b"".join(parts)
 
     def digest(self) -> str:
-        """Return the BLAKE2b digest of the content; the first call reads the whole file.
-
-        Raises DataChangedError if the content has changed since it was opened, or cannot be read any more.
-        """
+        """Return the BLAKE2b digest of the content; the first call reads the file. Raises DataChangedError if the content has changed."""
         if self._digest is None:
             digest = self._compute_digest()
             self.check()
@@ -80,10 +74,7 @@ class OpenFile:
         return digest.hexdigest()
 
     def _current_state(self) -> tuple[int, int, int]:
-        """Return the size in bytes and the times of the last change of content and of attributes, in ns.
-
-        The time of attributes cannot be set back.
-        """
+        """Return the size in bytes and the times of the last change of content and of attributes, in ns; the latter cannot be set back."""
         status = os.fstat(self.descriptor)
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

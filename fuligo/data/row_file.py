@@ -30,11 +30,7 @@ class RowFile(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Read a row.
-
-        Raises DataError if the row is malformed, naming the file and the line, and DataChangedError if the file's content has changed since
-        it was opened, or cannot be read any more.
-        """
+        """Read a row. Raises DataError if it is malformed, with file and line, and DataChangedError if the file has changed."""
         ...
 
     def place(self, row: int) -> str:

@@ -136,8 +136,7 @@ class RowSource(Generic[Item]):
     def take(self, num_items: int) -> list[Item]:
         """Return the next `num_items` items. Rows that are too long are skipped and counted, and malformed ones with `skip_bad_rows`.
 
-        Raises DataError if a row is malformed (without `skip_bad_rows`), or a whole epoch has no usable row, and DataChangedError if a file
-        has changed or cannot be read any more.
+        Raises DataError if a row is malformed (without `skip_bad_rows`), or a whole epoch has no usable row.
         """
         items = [self._next() for _ in range(num_items)]
         self._warn_of_skipped_rows()
@@ -226,5 +225,4 @@ class RowSource(Generic[Item]):
         )
 
 
-class PromptSource(RowSource[Prompt]):
-    """Source of the prompts of a run."""
+PromptSource = RowSource[Prompt]

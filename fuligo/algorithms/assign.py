@@ -24,13 +24,9 @@ logger = logging.getLogger(__name__)
 def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -> TrainBatch:
     """Set the `advantages` of every sample (and its `returns` with a value model), and split the samples into optimizer steps.
 
-    Args:
-        samples: the rollout's samples. `kl_coef` needs `ref_logprobs` and `distillation` needs `teacher_logprobs`, both also the old
-            policy's log-probabilities (`rewards.old_logprobs`); an estimator with `uses_values` needs `values`.
-
-    Raises:
-        TrainerError: the samples do not fit the steps, a sample lacks log-probabilities or turn rewards that the settings need, or the
-            custom function returned invalid advantages
+    `kl_coef` needs `ref_logprobs` and `distillation` needs `teacher_logprobs`, both also the old policy's log-probabilities
+    (`rewards.old_logprobs`); an estimator with `uses_values` needs `values`. Raises TrainerError if a sample lacks what the settings need,
+    the samples do not fit the steps, or the custom function returned invalid advantages.
     """
     steps, num_rollouts = cut_into_steps(samples, samples_per_step=settings.samples_per_step, num_steps=settings.num_steps)
     estimator = ESTIMATORS[settings.estimator]

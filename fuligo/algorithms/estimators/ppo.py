@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuligo.algorithms.estimator import Estimator
+from fuligo.algorithms.estimators.reinforce_plus_plus import discounted_returns
 from fuligo.algorithms.settings import AdvantageSettings
 
 if TYPE_CHECKING:
@@ -43,20 +44,16 @@ class Ppo(Estimator):
 def generalised_advantages(rewards: ArrayLike, values: ArrayLike, loss_mask: MaskArray, *, gamma: float, lambd: float) -> Float64Array:
     """Return the [R] generalized advantages, 0 at masked tokens. The arguments are [R]; V_t is the value before token t.
 
-    t + 1 is the next trained token: masked tokens (such as tool output) are not decisions, so nothing is discounted over them and their
-    values are not read. After the last trained token V = A = 0, even if the response was truncated.
+    t + 1 is the next trained token, as in `discounted_returns`: the values of masked tokens are not read. After the last trained token
+    V = A = 0, even if the response was truncated.
     """
     import numpy as np
 
     trained = np.flatnonzero(loss_mask)
     rewards, values = np.asarray(rewards, np.float64)[trained], np.asarray(values, np.float64)[trained]
-    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
-    advantages = np.zeros(len(loss_mask))
-    following = 0.0
-    for t, delta in zip(trained[::-1], deltas[::-1]):
-        following = delta + gamma * lambd * following
-        advantages[t] = following
-    return advantages
+    deltas = np.zeros(len(loss_mask))
+    deltas[trained] = rewards + gamma * np.append(values[1:], 0.0) - values
+    return discounted_returns(deltas, loss_mask, gamma * lambd)
 
 
 ESTIMATOR = Ppo()

@@ -32,8 +32,7 @@ class ReinforcePlusPlus(Estimator):
 def discounted_returns(token_rewards: Float64Array, loss_mask: MaskArray, gamma: float) -> Float64Array:
     """Return the [R] discounted returns A_t = r_t + gamma * A_{t+1}, 0 at masked tokens. `token_rewards` and `loss_mask` are [R].
 
-    t + 1 is the next trained token, as in `ppo.generalised_advantages`: masked tokens (such as tool output) are not decisions, so nothing
-    is discounted over them.
+    t + 1 is the next trained token: masked tokens (such as tool output) are not decisions, so nothing is discounted over them.
     """
     import numpy as np
 

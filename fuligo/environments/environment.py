@@ -223,6 +223,14 @@ def _is_metric(item: tuple[Any, Any]) -> bool:
         return False
 
 
+def describe_error(error: BaseException) -> str:
+    """Describe an exception of the environment, by its type alone if its `__str__` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def json_copy(value: Any) -> Any:
     """Return a deep copy of JSON data, with NumPy values as numbers and lists. Raises TypeError if `value` holds anything else."""
     try:

@@ -12,16 +12,17 @@ from fuligo.errors import ConfigError, HookError
 
 @dataclass(slots=True, frozen=True)
 class EnvironmentFactory:
-    """Factory of environments in the process of the caller."""
+    """Factory of the environments of a run; this one makes them in the process of the caller."""
 
     kind: type[Environment]
     settings: EnvironmentSettings
 
     def make(self, row: Row) -> Environment:
+        """Create the environment of an episode. Raises whatever the environment's constructor raises."""
         return self.kind(row, self.settings)
 
     async def close(self) -> None:
-        """Do nothing: each environment closes what it opened."""
+        """Stop the processes that the environments share; here there are none."""
 
 
 def load_environment(path: str, settings: dict[str, Any]) -> EnvironmentFactory:

@@ -40,10 +40,7 @@ class Seat(Generic[Game]):
         return self._match.is_over
 
     async def turn(self) -> None:
-        """Wait until the player is to move, or the game is over.
-
-        Raises RuntimeError if the other player's episode ended before the game.
-        """
+        """Wait until the player is to move, or the game is over. Raises RuntimeError if the other episode ended before the game."""
         match, other = self._match, 1 - self.player
         async with match.changed:
             await match.changed.wait_for(lambda: match.is_over or match.to_move == self.player or other in match.left)
@@ -69,8 +66,7 @@ class Seat(Generic[Game]):
 
 @dataclass(eq=False)
 class Matches(Generic[Game]):
-    """Pairing of the samples of a run: sample 2k plays sample 2k + 1, which has the same prompt if
-    `--n-samples-per-prompt` is even.
+    """Pairing of the samples of a run: sample 2k plays sample 2k + 1, of the same prompt if `--n-samples-per-prompt` is even.
 
     An interruption interrupts both samples of a match; if they start over, they meet in a new one.
     """
@@ -81,14 +77,9 @@ class Matches(Generic[Game]):
     """Matches in which one player waits for the other, by number of the pair."""
 
     def join(self, index: int, make: Callable[[], Game]) -> Seat[Game]:
-        """Return the seat of a sample, in the match that its partner opened or in a new one.
+        """Return the seat of sample `index`, in the match that its partner opened or in a new one with the game that `make` creates.
 
-        Args:
-            index: number of the sample in the run
-            make: creates the game
-
-        Raises:
-            RuntimeError: the episode runs in a separate process
+        Raises RuntimeError if the episode runs in a separate process.
         """
         if self.in_process_of_one:
             raise RuntimeError("cannot join a match from a separate process; set `isolated = False` in the environment's class")

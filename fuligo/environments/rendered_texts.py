@@ -17,8 +17,7 @@ MAX_CHARS = 32 * 2**20
 class RenderedTexts:
     """Cache of rendered texts by conversation. Methods may be called from several threads.
 
-    Args:
-        max_chars: limit of all texts together, in characters; the oldest ones are dropped
+    All texts together have at most `max_chars` characters; the oldest ones are dropped.
     """
 
     def __init__(self, max_chars: int = MAX_CHARS) -> None:

@@ -97,8 +97,7 @@ class Renderer:
     def prompt(self, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the ids of a conversation, with the generation prompt.
 
-        Raises DataError if the template rejects the messages, or if tools are given and the template does not show them, or shows a format
-        of calls that cannot be parsed.
+        Raises DataError if the template rejects the messages, does not show given tools, or shows calls that cannot be parsed.
         """
         if tools and not self.shows_tools:
             raise DataError(
@@ -126,18 +125,14 @@ class Renderer:
     ) -> list[int] | None:
         """Return the ids to append to a sampled turn: the end of the turn, the new messages and the generation prompt.
 
+        None if the template now renders the earlier conversation differently (it drops thinking, or ends the turn with another token); the
+        whole conversation must then be rendered again. Raises DataError if the template rejects the messages.
+
         Args:
             messages: the conversation up to the assistant message that was parsed from `sampled`
             sampled: ids of that turn, with its end token if there is one
             new: messages that follow
             text: the text of `sampled`, if it is known
-
-        Returns:
-            None if the template now renders the earlier conversation differently (it drops thinking, or ends the turn with another token);
-            the whole conversation must then be rendered again.
-
-        Raises:
-            DataError: the template rejects the messages
         """
         before = self._texts.take(messages[:-1], tools)
         if before is None:
@@ -190,10 +185,7 @@ class Renderer:
     def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:
         """Return the ids from the end token of a turn on if the template renders the turn differently but equivalently, else None.
 
-        Args:
-            rest: the template's text from the beginning of the turn on
-            text: the turn as sampled
-            opened: True if the prompt before the turn opens the thinking
+        `rest` is the template's text from the turn on, `text` the turn as sampled; `opened` says whether the prompt opens the thinking.
         """
         ids = rendered_ids(self._tokenizer, rest)
         end = next((position for position, token in enumerate(ids) if token in self._end_ids), None)

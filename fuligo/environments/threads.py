@@ -13,15 +13,10 @@ class NoThreadError(RuntimeError):
 
 
 async def call_in_thread(function: Callable[[], Any], name: str) -> Any:
-    """Call a function in a new daemon thread and return its result.
+    """Call a function in a new daemon thread and return its result. Raises NoThreadError if no thread can be started.
 
     Unlike with `asyncio.to_thread`, a call that never returns occupies no thread of a shared pool, and the interpreter does not wait for
-    it at exit.
-
-    Raises:
-        NoThreadError: no thread can be started
-        RuntimeError: the function raised StopIteration, which a future cannot hold
-        BaseException: whatever else the function raises
+    it at exit. StopIteration, which a future cannot hold, becomes RuntimeError.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()

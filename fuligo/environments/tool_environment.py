@@ -67,12 +67,7 @@ class ToolFunction:
         self._function = function
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Check the arguments, call the function, and return its result as text.
-
-        Raises:
-            ValueError: the arguments do not fit the signature
-            Exception: whatever the function raises
-        """
+        """Call the function and return its result as text. Raises ValueError if the arguments do not fit, or what the function raises."""
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:

@@ -28,12 +28,12 @@ from fuligo.environments.isolation.factory import environment_factory
 from fuligo.errors import FuligoError, HookError
 from fuligo.job.recorder import log_data
 from fuligo.rollout.custom_generate import CustomGenerate
-from fuligo.rollout.evaluate import Evaluation, fresh_group
+from fuligo.rollout.evaluate import Evaluation
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
 from fuligo.rollout.protocol import Draw, RolloutState
 from fuligo.rollout.rewards import CustomReward, RewardRunner
 from fuligo.rollout.sampler import malformation
-from fuligo.rollout.source import START_ROLLOUT_ID, DataSource
+from fuligo.rollout.source import START_ROLLOUT_ID, DataSource, new_group
 from fuligo.trainer.objective import LossInputs, LossSettings, objective
 from fuligo.trainer.samples import BeforeTrainStep, DataPostProcess, SampleSettings, train_samples
 from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus, TrainSample
@@ -97,7 +97,7 @@ def _groups(prompts: list[Prompt]) -> list[SampleGroup]:
     """Return a group of four judged samples for each prompt: two complete, one of a single token, one truncated and partly masked."""
     groups = []
     for number, prompt in enumerate(prompts):
-        group = fresh_group(prompt, number, len(_LENGTHS))
+        group = new_group(prompt, number, len(_LENGTHS))
         for offset, (length, sample) in enumerate(zip(_LENGTHS, group.samples, strict=True)):
             sample.metadata[START_ROLLOUT_ID] = 0
             sample.response_ids = np.arange(length, dtype=np.int32)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -101,8 +100,7 @@ class AgentGenerate:
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)
         row = Row(deepcopy(sample.prompt), deepcopy(sample.label), deepcopy(sample.metadata), sample.index)
-        call = self.agent if is_async(self.agent) else in_thread(self.agent)
-        task = asyncio.create_task(_called(call, session, row), name=f"agent {sample.index}")
+        task = asyncio.create_task(_called(self.agent, session, row), name=f"agent {sample.index}")
         # Nothing else retrieves the exception of a canceled agent, and asyncio would log it as never retrieved.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return Episode(session, task, self.timeout_s)
@@ -190,21 +188,12 @@ def _reward(episode: Episode) -> Reward | None:
     return episode.session.given_reward if returned is None else returned
 
 
-async def _called(call: Callable[[Session, Row], Awaitable[Reward | None]], session: Session, row: Row) -> Reward | None:
-    """Call the agent and return its result, which may be None.
-
-    Exceptions that a task cannot hold, or that would end the event loop, become RuntimeError.
-    """
+async def _called(agent: Hook, session: Session, row: Row) -> Reward | None:
+    """Call the agent and return its result. Exceptions that a task cannot hold, or that would end the event loop, become RuntimeError."""
     try:
-        return await call(session, row)
+        if is_async(agent):
+            return await agent(session, row)
+        # In a daemon thread, so that a hanging agent cannot keep the process alive.
+        return await call_in_thread(partial(agent, session, row), f"agent {row.index}")
     except (StopIteration, SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-def in_thread(function: Callable[[Session, Row], Any]) -> Callable[[Session, Row], Awaitable[Any]]:
-    """Wrap a plain function as an async one. Each call runs in a daemon thread, so that a hanging agent cannot keep the process alive."""
-
-    async def call(session: Session, row: Row) -> Any:
-        return await call_in_thread(partial(function, session, row), f"agent {row.index}")
-
-    return call

@@ -15,7 +15,8 @@ from fuligo.data.source import PromptSource
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.engine import Engine
 from fuligo.engines.group import EngineGroup
-from fuligo.environments.isolation.factory import MakesEnvironments, environment_factory
+from fuligo.environments.isolation.factory import environment_factory
+from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import ConfigError, HookError
 from fuligo.formats.hugging_face import read_model_config
@@ -130,10 +131,7 @@ def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Ho
 def build_generators(
     config: Config, *, engine: Engine, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
 ) -> Generators:
-    """Build the GenerateFn of training and of evaluation.
-
-    Raises ConfigError if the model's chat template does not support an agent, and HookError if a hook cannot be imported or does not fit.
-    """
+    """Build the GenerateFn of training and of evaluation. Raises ConfigError or HookError if the chat template or a hook does not fit."""
     if (agent := hook_of(config, "agent")) is not None:
         return _agents(config, agent, engine, tokenizer)
     single_turn = _single_turn(config, engine, tokenizer)
@@ -145,7 +143,8 @@ def build_generators(
     if (hook := hook_of(config, "custom_generate_function_path")) is None:
         return Generators(*both)
     args, size = ArgsView(config), vocab_size(config)
-    return Generators(*(CustomGenerate(hook, args, turns, policy_version, vocab_size=size) for turns in both))
+    training, evaluation = (CustomGenerate(hook, args, turns, policy_version, vocab_size=size) for turns in both)
+    return Generators(training, evaluation)
 
 
 def _agents(config: Config, agent: Hook, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Generators:
@@ -217,7 +216,7 @@ def _renderer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Renderer:
     return Renderer(tokenizer, ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs), end_ids)
 
 
-def _episodes(config: Config, factory: MakesEnvironments, single_turn: SingleTurn, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def _episodes(config: Config, factory: EnvironmentFactory, single_turn: SingleTurn, tokenizer: PreTrainedTokenizerBase) -> Episodes:
     flags = config.rollout
     return Episodes(
         single_turn,

@@ -38,12 +38,7 @@ def build_evaluator(
 ) -> Evaluates | None:
     """Build the evaluator; return None if there are neither evaluation datasets nor an --eval-function-path.
 
-    Args:
-        generate: `Generators.evaluation`
-        reward: the training reward, for datasets that do not set a reward
-
-    Raises:
-        ConfigError, DataError, HookError: a dataset or its settings are invalid
+    `reward`, that of training, judges datasets that set none. Raises ConfigError, DataError or HookError if a dataset or hook is invalid.
     """
     specs = eval_set_specs(config)
     hook = hook_of(config, "eval_function_path")

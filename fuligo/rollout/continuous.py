@@ -46,10 +46,7 @@ class Admission:
     def limit(self, *, next_step: int, request: Request, version: int) -> int:
         """Return how many groups may be in flight or queued for training.
 
-        Args:
-            next_step: the first rollout that has not been handed out
-            request: the last request of the trainer
-            version: version of the weights in the engines
+        `next_step` is the first rollout that has not been handed out, `version` that of the weights in the engines.
         """
         last_epoch = version + self.max_staleness - request.version + request.step // self.update_interval
         num_steps = min(self.update_interval * (last_epoch + 1), self.num_rollout) - next_step
@@ -97,8 +94,7 @@ class ContinuousRunner:
     async def rollout(self, step: int) -> Rollout:
         """Wait for enough groups and return those that began first.
 
-        Raises RolloutError if nearly every group is dropped or fails, or the data source or a filter failed, possibly during the training
-        of an earlier rollout.
+        Raises RolloutError if nearly every group is dropped or fails, possibly during the training of an earlier rollout.
         """
         self._next_step, self._request = step, Request(step, self._parts.policy_version())
         stale = [self._queue[index] for index in sorted(self._queue) if self._is_stale(self._queue[index])]

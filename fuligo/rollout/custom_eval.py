@@ -12,8 +12,9 @@ from fuligo.quantities import count
 from fuligo.rollout.custom_generate import default_generate
 from fuligo.rollout.custom_rollout import call, completed_group
 from fuligo.rollout.custom_source import NO_ROW
-from fuligo.rollout.evaluate import EvalSet, Evaluation, eval_metrics, fresh_group
+from fuligo.rollout.evaluate import EvalSet, Evaluation, eval_metrics
 from fuligo.rollout.protocol import GenerateFn, is_group_list
+from fuligo.rollout.source import new_group
 from fuligo.types import Sample
 
 
@@ -30,7 +31,7 @@ class EvalData:
     def get_samples(self, name: str) -> list[list[Sample]]:
         """Return a group of pending samples for each prompt of a dataset."""
         eval_set = self._sets[name]
-        return [fresh_group(deepcopy(prompt), i, eval_set.num_samples).samples for i, prompt in enumerate(eval_set.prompts)]
+        return [new_group(deepcopy(prompt), i, eval_set.num_samples).samples for i, prompt in enumerate(eval_set.prompts)]
 
 
 @dataclass(eq=False)
@@ -50,10 +51,7 @@ class CustomEvaluator:
     """Number of token ids that the model has; None: ids are not checked."""
 
     async def evaluate(self, rollout_id: int) -> Evaluation:
-        """Call the function and compute the metrics of the samples that it returns.
-
-        Raises RolloutError if the function raised, did not return samples by dataset, or every sample of a dataset failed.
-        """
+        """Call the function and compute the metrics of its samples. Raises RolloutError if it raised or its samples are unusable."""
         text = f"--eval-function-path: the function raised after {count(rollout_id, 'rollout')}:"
         with reraised(text, self.hook), default_generate(self.generate, self.params):
             result = await call(self.hook, self.args, rollout_id, EvalData(self.sets), evaluation=True)

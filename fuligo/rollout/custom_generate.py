@@ -65,10 +65,7 @@ class CustomGenerate:
     """Number of token ids that the model has; None: ids are not checked."""
 
     async def __call__(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """Call the function and return its samples, completed.
-
-        Raises TypeError if the function did not return samples, and ValueError if a sample is invalid (see `complete`).
-        """
+        """Call the function and return its samples, completed. Raises TypeError or ValueError if they are invalid (see `complete`)."""
         version = self.policy_version()
         with default_generate(self.default, params):
             result = await self.hook(self.args, sample, params.to_json())
@@ -84,9 +81,7 @@ class CustomGenerate:
 def complete(sample: Sample, version: int, *, vocab_size: int | None = None) -> None:
     """Complete a sample: lists become arrays, a missing loss mask becomes ones, and missing versions become `version`.
 
-    Raises:
-        ValueError: invalid token ids, missing or positive log-probabilities, mask values other than 0 and 1, an unknown
-            status, or metrics that are not finite numbers
+    Raises ValueError if ids, log-probabilities, mask, status or metrics are invalid.
     """
     ids = np.asarray(sample.response_ids)
     if len(ids) and not np.issubdtype(ids.dtype, np.integer):

@@ -54,10 +54,7 @@ class CustomSource:
     _next_group_index: int = field(default=0, init=False)
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
-        """Draw groups from the data source.
-
-        Raises RolloutError if `get_samples` raised, did not return groups of samples, or returned too many.
-        """
+        """Draw groups from the data source. Raises RolloutError if `get_samples` raised, or did not return at most so many groups."""
         drawn = self._call(self.hook.get_samples, num_groups)
         if not is_group_list(drawn) or len(drawn) > num_groups:
             raise RolloutError(
@@ -90,10 +87,7 @@ class CustomSource:
             return method(argument)
 
     def _group(self, samples: list[Sample], step: int) -> SampleGroup:
-        """Return a group of the data source as a `SampleGroup`, numbered if nothing was generated for it yet.
-
-        Raises RolloutError if a sample is malformed.
-        """
+        """Return a group of the data source, numbered if nothing was generated for it yet. Raises RolloutError if a sample is malformed."""
         group = continuation(SampleGroup(samples[0].group_index, NO_ROW, samples), step, self.mask_offpolicy)
         for sample in group.samples:
             sample.prompt_ids = _prompt_ids(sample)

@@ -32,10 +32,7 @@ PLAIN_FIELDS = ("index", "group_index", "status", "finish_reason", "error", "jud
 
 
 def encode_groups(groups: list[SampleGroup]) -> bytes:
-    """Encode groups as a parquet file in memory, from which `decode_groups` restores equal groups.
-
-    Raises RolloutError if a sample's metadata, label or reward is not JSON data.
-    """
+    """Encode groups as a parquet file in memory. Raises RolloutError if a sample's metadata, label or reward is not JSON data."""
     return _to_bytes(_table(groups, {"format": FORMAT}))
 
 
@@ -45,10 +42,7 @@ def decode_groups(data: bytes) -> list[SampleGroup]:
 
 
 def save_rollout(template: str, rollout: Rollout) -> Path:
-    """Write a rollout with its state to the path `template`, with `{rollout_id}` replaced by the step, and return the path.
-
-    Raises RolloutError if a sample's metadata, label or reward is not JSON data, and FuligoError if the file cannot be written.
-    """
+    """Write a rollout with its state to the path `template`, with `{rollout_id}` replaced by the step, and return the path."""
     path = Path(template.replace("{rollout_id}", str(rollout.step)))
     state = rollout.state
     meta = {
@@ -70,8 +64,7 @@ def save_rollout(template: str, rollout: Rollout) -> Path:
 def load_rollout(template: str, step: int, *, vocab_size: int | None = None) -> Rollout:
     """Load the rollout that `save_rollout` wrote for this step.
 
-    `vocab_size` is the vocabulary size of the model that will be trained on the rollout; None if unknown. Raises DataError if the file is
-    missing, is in another format, or has token ids that the model lacks.
+    Raises DataError if the file cannot be read, or has token ids outside the trained model's vocabulary (`vocab_size`; None: unknown).
     """
     path = Path(template.replace("{rollout_id}", str(step)))
     try:

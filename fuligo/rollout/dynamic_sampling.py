@@ -72,10 +72,7 @@ class DynamicSampling:
         return len(self._kept)
 
     def begin_wave(self, explain: Callable[[], str] = str) -> None:
-        """Count a new wave. Raises RolloutError if `exhausted`.
-
-        `explain` returns sentences for the end of the error.
-        """
+        """Count a new wave. Raises RolloutError if `exhausted`; `explain` returns sentences for the end of its text."""
         if self.exhausted:
             tried = f"{count(self.num_waves, 'sampling wave')} ({count(self.num_submitted, 'prompt')})"
             raise too_many_dropped(tried, len(self._kept), self.target, self.drop_counts(), explain())
@@ -121,12 +118,7 @@ class DynamicSampling:
 
 
 def too_many_dropped(tried: str, num_kept: int, target: int, reasons: Counter[str], details: str) -> RolloutError:
-    """Return the error of a run that drops (nearly) every group.
-
-    Args:
-        tried: description of the waves or prompts that were sampled
-        details: sentences for the end of the error, from `judging.explain_drops`
-    """
+    """Return the error of a run that drops (nearly) every group; `tried` says what was sampled, `details` comes from `explain_drops`."""
     dropped = ", ".join(f"{count} by {reason}" for reason, count in reasons.most_common())
     return RolloutError(
         f"cannot fill the rollout: {tried} gave {num_kept} of {target} needed groups; dropped: {dropped}. If all responses to a prompt "

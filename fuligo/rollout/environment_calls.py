@@ -5,6 +5,7 @@ import sys
 from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
+from fuligo.environments.environment import describe_error
 from fuligo.environments.isolation.messages import FailureError
 
 T = TypeVar("T")
@@ -29,8 +30,7 @@ async def call_within(
 ) -> T:
     """Await a call of the environment for at most `timeout_s` (--turn-timeout-s). A call that ignores its cancellation is abandoned.
 
-    `canceled` holds canceled calls until they end, for `abandon`. Raises EpisodeError if the call raised or timed out, and
-    CallInterruptedError if `interrupted` was done first.
+    `canceled` holds canceled calls to the end. Raises EpisodeError if the call raised or timed out, CallInterruptedError if interrupted.
     """
     task = _started(_outcome(call, name))
     if not task.done():
@@ -79,14 +79,6 @@ def _cancel(task: asyncio.Task[Any], canceled: set[asyncio.Task[Any]] | None) ->
     if canceled is not None:
         canceled.add(task)
         task.add_done_callback(canceled.discard)
-
-
-def describe_error(error: BaseException) -> str:
-    """Describe an exception of the environment, by its type alone if its `__str__` raises."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
 
 
 async def abandon(canceled: Collection[asyncio.Task[Any]]) -> int:

@@ -12,13 +12,23 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fuligo.engines.generation import SamplingParams, Tokenizer
-from fuligo.environments.environment import AssistantTurn, Environment, Row, Step, Tool, json_copy, start_problem, step_problem
-from fuligo.environments.isolation.factory import MakesEnvironments
+from fuligo.environments.environment import (
+    AssistantTurn,
+    Environment,
+    Row,
+    Step,
+    Tool,
+    describe_error,
+    json_copy,
+    start_problem,
+    step_problem,
+)
 from fuligo.environments.isolation.messages import FailureError
+from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
 from fuligo.errors import DataError
 from fuligo.rollout.custom_generate import append_observation
-from fuligo.rollout.environment_calls import CallInterruptedError, EpisodeError, abandon, call_within, describe_error
+from fuligo.rollout.environment_calls import CallInterruptedError, EpisodeError, abandon, call_within
 from fuligo.rollout.generate import SingleTurn
 from fuligo.rollout.metrics import is_finite
 from fuligo.rollout.protocol import GenerateFn
@@ -53,7 +63,7 @@ class Episodes:
     """
 
     generate: GenerateFn
-    factory: MakesEnvironments
+    factory: EnvironmentFactory
     renderer: Renderer
     tokenizer: Tokenizer
     _: KW_ONLY
@@ -132,27 +142,22 @@ class Episodes:
                 failed(sample, str(error))
 
 
+@dataclass(eq=False)
 class _Run:
     """One episode in progress."""
 
-    def __init__(
-        self, parts: Episodes, environment: Environment, sample: Sample, params: SamplingParams, interrupted: asyncio.Future[None]
-    ) -> None:
-        self._parts = parts
-        self._environment = environment
-        self._sample = sample
-        self._params = params
-        self._interrupted = interrupted
-        self._tools: tuple[Tool, ...] = ()
-        self._messages: Messages = []
+    parts: Episodes
+    environment: Environment
+    sample: Sample
+    params: SamplingParams
+    interrupted: asyncio.Future[None]
+    _tools: tuple[Tool, ...] = ()
+    _messages: Messages = field(default_factory=list)
 
     async def to_end(self) -> list[Sample]:
-        """Run the episode and return its samples, or the aborted sample that holds its state.
-
-        Raises EpisodeError if the environment or a request failed, and CallInterruptedError if generation is being aborted.
-        """
+        """Run the episode and return its samples, or the aborted sample that holds its state."""
         await self._begin()
-        sample, episode = self._sample, self._episode
+        sample, episode = self.sample, self._episode
         while True:
             start_s = time.monotonic()
             if not await self._sampled():
@@ -160,10 +165,10 @@ class _Run:
             if sample.status is SampleStatus.FAILED:
                 return [sample]
             sampled = sample.response_ids[episode.turn_start :].tolist()
-            is_last = sample.finish_reason == "length" or len(episode.turns) + 1 >= self._parts.limits.max_turns
-            text = self._parts.renderer.text(sampled)
+            is_last = sample.finish_reason == "length" or len(episode.turns) + 1 >= self.parts.limits.max_turns
+            text = self.parts.renderer.text(sampled)
             turn = replace(
-                self._parts.renderer.parse(sampled, self._before_turn(), self._tools, recorded=True, text=text),
+                self.parts.renderer.parse(sampled, self._before_turn(), self._tools, recorded=True, text=text),
                 truncated=sample.finish_reason == "length",
                 last=is_last,
             )
@@ -178,15 +183,15 @@ class _Run:
 
     @property
     def _episode(self) -> Episode:
-        assert self._sample.episode is not None
-        return self._sample.episode
+        assert self.sample.episode is not None
+        return self.sample.episode
 
     async def _begin(self) -> None:
         """Reset the environment, or restore it if the sample was interrupted and the environment is resumable."""
-        sample = self._sample
-        if sample.episode is not None and self._environment.resumable:
-            await self._within(self._environment.restore(json_copy(sample.episode.state)), "restore")
-            self._tools = tuple(_tool(each) for each in sample.episode.tools)
+        sample = self.sample
+        if sample.episode is not None and self.environment.resumable:
+            await self._within(self.environment.restore(json_copy(sample.episode.state)), "restore")
+            self._tools = tuple(Tool(**each["function"]) for each in sample.episode.tools)
             self._messages = [*sample.episode.messages]
             for turn in sample.episode.turns:
                 self._messages += [turn.message, *turn.answers]
@@ -194,7 +199,7 @@ class _Run:
         clear_response(sample)
         sample.spans.clear()
         sample.episode = None
-        start = await self._within(self._environment.reset(), "reset")
+        start = await self._within(self.environment.reset(), "reset")
         if (problem := start_problem(start)) is not None:
             raise EpisodeError(f"environment: {problem}")
         self._tools = tuple(start.tools)
@@ -204,40 +209,34 @@ class _Run:
         self._save_state()
 
     async def _within(self, call: Coroutine[Any, Any, T], name: str) -> T:
-        return await self._parts.call(call, name, self._interrupted)
+        return await self.parts.call(call, name, self.interrupted)
 
     async def _sampled(self) -> bool:
-        """Sample a turn, or the rest of an interrupted one. Return False if generation was aborted or there is no room for a token.
-
-        Raises EpisodeError if the request failed, and CallInterruptedError if generation was aborted before it began.
-        """
-        sample, episode = self._sample, self._episode
+        """Sample a turn, or the rest of an interrupted one. Return False if generation was aborted or there is no room for a token."""
+        sample, episode = self.sample, self._episode
         answered = sample.response_length > episode.turn_start and sample.finish_reason in ("stop", "length")
         if answered and sample.status is SampleStatus.ABORTED:
             return True  # interrupted before the environment answered
-        if self._interrupted.done():
+        if self.interrupted.done():
             raise CallInterruptedError
         sample.finish_reason = None
-        params, seed = self._params, self._params.sampling_seed
+        params, seed = self.params, self.params.sampling_seed
         if seed is not None and episode.branches:
             params = replace(params, sampling_seed=(seed + len(episode.branches) * _SEED_STEP) % 2**63)
-        await self._parts.sample_turn(sample, params)
+        await self.parts.sample_turn(sample, params)
         if sample.status is SampleStatus.FAILED:
             raise EpisodeError(sample.error or "the request failed")
         return sample.status is not SampleStatus.ABORTED and sample.response_length > episode.turn_start
 
     def _before_turn(self) -> list[int]:
-        sample = self._sample
+        sample = self.sample
         return [*sample.prompt_ids[-16:].tolist(), *sample.response_ids[: self._episode.turn_start][-16:].tolist()]
 
     async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
-        """Call the environment's `step`; return the time of the call on the monotonic clock, in seconds, and the step.
-
-        Raises EpisodeError if `step` failed or returned a malformed step, and CallInterruptedError if generation is being aborted.
-        """
+        """Call the environment's `step` and check its answer; return the call's time on the monotonic clock [s], and the step."""
         start_s, wall_s = time.monotonic(), time.time()
-        step = await self._within(self._environment.step(turn), "step")
-        self._sample.spans.append(Span("environment", wall_s, time.time(), first_token=self._sample.response_length))
+        step = await self._within(self.environment.step(turn), "step")
+        self.sample.spans.append(Span("environment", wall_s, time.time(), first_token=self.sample.response_length))
         if (problem := step_problem(step)) is not None:
             raise EpisodeError(f"environment: {problem}")
         if not step.done and not turn.last and not step.messages:
@@ -269,9 +268,9 @@ class _Run:
 
     def _continue(self, sampled: list[int], text: str, new: Messages) -> bool:
         """Append the environment's messages to this sample or begin a new one with them. Return False if no token fits after them."""
-        sample, episode = self._sample, self._episode
+        sample, episode = self.sample, self._episode
         try:
-            more = self._parts.renderer.extension(self._messages, self._tools, sampled, new, text=text)
+            more = self.parts.renderer.extension(self._messages, self._tools, sampled, new, text=text)
         except DataError as error:
             raise EpisodeError(f"environment: {error}") from error
         self._messages = [*self._messages, *new]
@@ -292,19 +291,19 @@ class _Run:
         return True
 
     def _fits(self, num_tokens: int, num_response_tokens: int) -> bool:
-        limit = self._parts.limits.max_context_len
-        return num_response_tokens < self._params.max_new_tokens and (limit is None or num_tokens < limit)
+        limit = self.parts.limits.max_context_len
+        return num_response_tokens < self.params.max_new_tokens and (limit is None or num_tokens < limit)
 
     def _rendered(self) -> list[int]:
         try:
-            return self._parts.renderer.prompt(self._messages, self._tools)
+            return self.parts.renderer.prompt(self._messages, self._tools)
         except DataError as error:
             raise EpisodeError(f"environment: {error}") from error
 
     def _save_state(self) -> None:
-        if self._environment.resumable:
+        if self.environment.resumable:
             try:
-                self._episode.state = json_copy(self._environment.state())
+                self._episode.state = json_copy(self.environment.state())
             except FailureError as failure:
                 raise EpisodeError(f"environment: {failure}") from failure
             except BaseException as error:
@@ -312,20 +311,20 @@ class _Run:
 
     def _finished(self, status: SampleStatus) -> list[Sample]:
         """Return the samples of the finished episode. They share its reward; the last one holds its metrics and turns."""
-        sample, episode = self._sample, self._episode
+        sample, episode = self.sample, self._episode
         sample.status, sample.finish_reason = status, "stop" if status is SampleStatus.COMPLETED else "length"
         sample.reward = float(sum(turn.reward or 0.0 for turn in episode.turns))
         branches = [
             replace(
-                self._sample,
-                metadata=deepcopy(self._sample.metadata),
+                self.sample,
+                metadata=deepcopy(self.sample.metadata),
                 prompt_ids=branch.prompt_ids,
                 response_ids=branch.response_ids,
                 loss_mask=branch.loss_mask,
                 engine_logprobs=branch.engine_logprobs,
                 versions=branch.versions,
                 routed_experts=branch.routed_experts,
-                response=self._parts.tokenizer.decode(branch.response_ids.tolist(), skip_special_tokens=True),
+                response=self.parts.tokenizer.decode(branch.response_ids.tolist(), skip_special_tokens=True),
                 status=SampleStatus.COMPLETED,
                 finish_reason="stop",
                 metrics={},
@@ -365,11 +364,6 @@ def _number(reward: Any) -> object:
         return reward.item() if hasattr(reward, "item") else reward
     except (ValueError, RuntimeError):  # an array or tensor of several numbers
         return reward
-
-
-def _tool(definition: dict[str, Any]) -> Tool:
-    function = definition["function"]
-    return Tool(function["name"], function["description"], function["parameters"])
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -92,10 +92,7 @@ class EvalSetSpec(FlagGroup):
 
 
 def eval_set_specs(config: Config) -> list[EvalSetSpec]:
-    """Read the settings of all datasets.
-
-    Raises ConfigError if the file cannot be read or is malformed, lists a dataset twice, or names an unknown reward.
-    """
+    """Read the settings of all datasets. Raises ConfigError if they cannot be read, are malformed, or name a dataset twice."""
     specs = [EvalSetSpec(name=name, path=[path]) for name, path in config.eval_data_sets.items()]
     if config.eval.eval_config is not None:
         specs += _read(Path(config.eval.eval_config))

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -58,53 +58,37 @@ class Evaluates(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Evaluator that samples every set with the current weights of the engines. A sample has the same seed in every evaluation.
 
     Rollouts may be sampled concurrently: samples whose requests are aborted at the end of a rollout are continued.
-
-    Args:
-        engines: engines to pause for the aligned start
-        seed: `--rollout-seed`
-        concurrency: samples generated at a time, over all sets
-        timeout_s: timeout of one sample's generation
-        aligned: pause the engines until all requests of a batch have arrived, so that equal seeds give bitwise equal tokens
-        on_close: called by `close()`
     """
 
-    def __init__(
-        self,
-        sets: Sequence[EvalSet],
-        generate: GenerateFn,
-        engines: EngineGroup,
-        *,
-        seed: int,
-        concurrency: int,
-        timeout_s: float,
-        aligned: bool = False,
-        on_close: Sequence[Callable[[], Awaitable[None]]] = (),
-    ) -> None:
-        self.sets = list(sets)
-        self._generate = generate
-        self._engines = engines
-        self._seed = seed
-        self._concurrency = concurrency
-        self._timeout_s = timeout_s
-        self._aligned = aligned
-        self._on_close = on_close
+    sets: Sequence[EvalSet]
+    generate: GenerateFn
+    engines: EngineGroup
+    _: KW_ONLY
+    seed: int
+    """Value of --rollout-seed."""
+    concurrency: int
+    """Samples generated at a time, over all sets."""
+    timeout_s: float
+    """Timeout of one sample's generation."""
+    aligned: bool = False
+    """True to pause the engines until all requests of a batch have arrived, so that equal seeds give bitwise equal tokens."""
+    on_close: Sequence[Callable[[], Awaitable[None]]] = ()
+    """Functions that close the rewards of the datasets."""
 
     async def close(self) -> None:
         """Close the rewards of the datasets."""
-        for close in self._on_close:
+        for close in self.on_close:
             await close()
 
     async def evaluate(self, rollout_id: int = 0) -> Evaluation:
-        """Sample and judge every set; return the groups and metrics.
-
-        `rollout_id`: unused, since prompts and seeds are always the same. Raises RolloutError if every sample of a set failed.
-        """
-        turns = Turns(self._concurrency)
-        if self._aligned:
+        """Sample and judge every set, always with the same prompts and seeds. Raises RolloutError if every sample of a set failed."""
+        turns = Turns(self.concurrency)
+        if self.aligned:
             groups = [await self._sample(eval_set, turns) for eval_set in self.sets]
         else:
             async with asyncio.TaskGroup() as tasks:
@@ -118,11 +102,11 @@ class Evaluator:
         return evaluation
 
     async def _sample(self, eval_set: EvalSet, turns: Turns) -> list[SampleGroup]:
-        groups = [fresh_group(prompt, position, eval_set.num_samples) for position, prompt in enumerate(eval_set.prompts)]
-        sampler = Sampler(self._generate, seed=self._seed, stream=f"eval/{eval_set.name}", turns=turns, timeout_s=self._timeout_s)
-        async with GroupTasks(sampler, eval_set.reward, self._engines, eval_set.params) as tasks:
+        groups = [new_group(prompt, position, eval_set.num_samples) for position, prompt in enumerate(eval_set.prompts)]
+        sampler = Sampler(self.generate, seed=self.seed, stream=f"eval/{eval_set.name}", turns=turns, timeout_s=self.timeout_s)
+        async with GroupTasks(sampler, eval_set.reward, self.engines, eval_set.params) as tasks:
             for batch in self._batches(groups, eval_set.num_samples):
-                async with aligned_start(self._engines, batch) if self._aligned else nullcontext():
+                async with aligned_start(self.engines, batch) if self.aligned else nullcontext():
                     for group in batch:
                         tasks.start(group)
                 while not tasks.idle:
@@ -133,7 +117,7 @@ class Evaluator:
 
     def _batches(self, groups: list[SampleGroup], num_samples: int) -> Iterator[list[SampleGroup]]:
         """Yield all groups at once or, for an aligned start, in batches of at most `concurrency` samples."""
-        size = max(1, self._concurrency // num_samples) if self._aligned else len(groups)
+        size = max(1, self.concurrency // num_samples) if self.aligned else len(groups)
         for first in range(0, len(groups), size):
             yield groups[first : first + size]
 
@@ -157,8 +141,3 @@ def eval_metrics(name: str, num_samples: int, reward_key: str | None, groups: Se
     metrics["num_failed"] = len(failures)
     metrics["num_judge_timeouts"] = sum(sample.judge_error is not None for sample in samples)
     return {f"eval/{name}/{metric}": float(value) for metric, value in metrics.items()}
-
-
-def fresh_group(prompt: Prompt, position: int, num_samples: int) -> SampleGroup:
-    """Return a group of pending samples of the prompt at `position` of a dataset, numbered by position."""
-    return new_group(prompt, position, position * num_samples, num_samples)

@@ -42,12 +42,7 @@ def usable(samples: Iterable[Sample], *, rewarded: bool = True) -> list[Sample]:
 
 
 def drop_reason(group: SampleGroup, num_samples: int, group_filter: GroupFilter | None) -> str | None:
-    """Return why a finished group is dropped, or None to keep it. Samples split from one response count once.
-
-    Args:
-        num_samples: `--n-samples-per-prompt`
-        group_filter: sees usable samples only
-    """
+    """Return why a finished group is dropped, or None. Samples split from one response count once; filters see only usable ones."""
     samples = usable(group.samples)
     if len({sample.index for sample in samples}) < min(2, num_samples):
         return TOO_FEW_USABLE
@@ -69,11 +64,7 @@ def equal_rewards(groups: Iterable[SampleGroup], reward_key: str | None) -> str:
 
 
 class FailureWatch:
-    """Watch over the last finished groups that ends the run if nearly all of them failed, before the data is used up.
-
-    Args:
-        batch_size: groups of a rollout; the watch covers the last `max(batch_size, MIN_EVIDENCE)` groups
-    """
+    """Watch over the last `max(batch_size, MIN_EVIDENCE)` groups that ends the run if nearly all failed, before the data is used up."""
 
     def __init__(self, batch_size: int) -> None:
         self._num_needed = max(batch_size, MIN_EVIDENCE)

@@ -107,9 +107,7 @@ def sample_metrics(
 ) -> dict[str, float]:
     """Return means over the usable samples of kept groups, and scores over the prompts of all finished groups that are not stale.
 
-    Args:
-        pass_key: key of dict rewards that decides whether a sample passes; None: `reward_key`
-        policy_version: version of the weights relative to which the policy lag is measured
+    `pass_key` decides whether a sample passes (None: `reward_key`); the policy lag is relative to `policy_version`.
     """
     samples = usable(sample for group in groups if group.kept for sample in group.samples)
     rewards = np.array([sample.reward_value(reward_key) for sample in samples if has_scalar(sample, reward_key)], np.float64)
@@ -146,12 +144,7 @@ def staleness_metrics(groups: Sequence[SampleGroup], policy_version: int) -> dic
 def sampling_metrics(
     groups: Sequence[SampleGroup], aborted: Sequence[SampleGroup], sampling: DynamicSampling, counts: RolloutCounts, reward_key: str | None
 ) -> dict[str, float]:
-    """Count the groups of a rollout by outcome.
-
-    Args:
-        groups: all groups of the rollout
-        aborted: groups that were unfinished when the rollout was full
-    """
+    """Count all groups of a rollout by outcome; `aborted` ones were unfinished when the rollout was full."""
     num_kept = sum(group.kept for group in groups)
     candidates = [group for group in groups if group.kept or group.index in sampling.dropped]
     num_tokens = sum(sample.response_length for group in groups for sample in group.samples) - counts.num_tokens_before
@@ -183,15 +176,9 @@ def continuous_metrics(
     elapsed_s: float,
     reward_key: str | None,
 ) -> dict[str, float]:
-    """Count the groups since the last rollout by outcome, for continuous sampling.
+    """Count the kept and dropped groups since the last rollout by outcome, for continuous sampling.
 
-    Args:
-        groups: kept and dropped groups
-        reasons: number of dropped groups by reason
-        num_queued: kept groups that wait for a later rollout
-        num_in_flight: groups that are being sampled or judged
-        num_tokens: tokens sampled since the last rollout
-        elapsed_s: seconds since the last rollout
+    `num_queued` kept groups wait for later rollouts; `num_in_flight` are sampled or judged. `num_tokens` were sampled in `elapsed_s`.
     """
     samples = [sample for group in groups for sample in group.samples if sample.response_length]
     num_stale = reasons.get(STALE, 0)

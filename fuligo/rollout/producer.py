@@ -38,11 +38,7 @@ class RolloutProducer:
     _started: bool = field(default=False, init=False)
 
     async def produce(self, step: int) -> Rollout:
-        """Produce the rollout of `step`.
-
-        Raises:
-            FuligoError: the method failed
-        """
+        """Produce the rollout of `step`. Raises FuligoError if the method failed."""
         if self.activity is not None and not self._started:
             self.activity.take_idle_fraction()  # excludes the time before the first rollout
         self._started = True
@@ -102,6 +98,7 @@ class CountedEngine:
             return await self.engine.generate(input_ids, params, rid=rid, **options)
 
 
+@dataclass(eq=False)
 class PacedRollouts:
     """Async iterator over the rollouts `start` to `stop - 1`.
 
@@ -113,63 +110,49 @@ class PacedRollouts:
     `settle()` announces the change and does not wait.
 
     `close()` cancels a rollout that began ahead.
-
-    Args:
-        produce: produces the rollout of a step
-        start: first rollout; 0, or the step of the checkpoint
-        stop: number of rollouts of the whole run
-        before_sync: called when the weights are about to change
-        policy_version: returns the version of the weights that train on the rollout, for staleness metrics; None if nothing is sampled
-        end_early: when set, ends the iteration and cancels the rollout that the loop waits for, also in `settle`
     """
 
-    def __init__(
-        self,
-        produce: Callable[[int], Awaitable[Rollout]],
-        *,
-        start: int,
-        stop: int,
-        mode: Literal["sync", "one-step", "full"] = "sync",
-        before_sync: Callable[[], None] = lambda: None,
-        policy_version: Callable[[], int] | None = None,
-        end_early: asyncio.Event | None = None,
-    ) -> None:
-        self._produce = produce
-        self._next = start
-        self._stop = stop
-        self._one_ahead = mode == "one-step"
-        self._before_sync = before_sync
-        self._policy_version = policy_version
-        self._end_early = end_early or asyncio.Event()
-        self._ahead: asyncio.Future[Rollout] | None = None
+    produce: Callable[[int], Awaitable[Rollout]]
+    _: KW_ONLY
+    start: int
+    """Next rollout; at first 0, or the step of the checkpoint."""
+    stop: int
+    """Number of rollouts of the whole run."""
+    mode: Literal["sync", "one-step", "full"] = "sync"
+    before_sync: Callable[[], None] = lambda: None
+    """Function to call when the weights are about to change."""
+    policy_version: Callable[[], int] | None = None
+    """Version of the weights that train on the rollout, for staleness metrics; None if nothing is sampled."""
+    end_early: asyncio.Event = field(default_factory=asyncio.Event)
+    """Event that ends the iteration and cancels the rollout that the loop waits for, also in `settle`."""
+    _ahead: asyncio.Future[Rollout] | None = field(default=None, init=False)
 
     @property
     def all_handed_out(self) -> bool:
-        return self._next == self._stop
+        return self.start == self.stop
 
     def __aiter__(self) -> PacedRollouts:
         return self
 
     async def __anext__(self) -> Rollout:
         """Return the next rollout. Raises FuligoError if this rollout failed, possibly ahead of time."""
-        if self._next == self._stop or self._end_early.is_set():
+        if self.start == self.stop or self.end_early.is_set():
             raise StopAsyncIteration
-        step = self._next
-        rollout = await self._unless_ended(self._ahead or asyncio.ensure_future(self._produce(step)))
+        rollout = await self._unless_ended(self._ahead or asyncio.ensure_future(self.produce(self.start)))
         self._ahead = None
-        self._next = step + 1
-        if self._policy_version is not None:
-            rollout.metrics |= staleness_metrics(rollout.groups, self._policy_version())
-        if self._one_ahead and self._next < self._stop:
-            self._ahead = asyncio.ensure_future(self._produce(self._next))
+        self.start += 1
+        if self.policy_version is not None:
+            rollout.metrics |= staleness_metrics(rollout.groups, self.policy_version())
+        if self.mode == "one-step" and self.start < self.stop:
+            self._ahead = asyncio.ensure_future(self.produce(self.start))
         return rollout
 
     async def _unless_ended(self, rollout: asyncio.Future[Rollout]) -> Rollout:
         """Wait for a rollout; cancel it if the wait is canceled. Raises StopAsyncIteration if the run was ended first."""
-        ended = asyncio.ensure_future(self._end_early.wait())
+        ended = asyncio.ensure_future(self.end_early.wait())
         try:
             await asyncio.wait([rollout, ended], return_when=asyncio.FIRST_COMPLETED)
-            if self._end_early.is_set():
+            if self.end_early.is_set():
                 raise StopAsyncIteration
             return await rollout
         finally:
@@ -183,15 +166,15 @@ class PacedRollouts:
 
         If the rollout ahead fails, its error is raised when the loop asks for it. If the run is ended early, the rollout ahead is canceled.
         """
-        self._before_sync()
+        self.before_sync()
         if self._ahead is None:
             return
-        ended = asyncio.ensure_future(self._end_early.wait())
+        ended = asyncio.ensure_future(self.end_early.wait())
         try:
             await asyncio.wait([self._ahead, ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
-        if self._end_early.is_set():
+        if self.end_early.is_set():
             await self.close()
 
     async def close(self) -> None:

@@ -16,11 +16,7 @@ class RolloutMethod(Protocol):
     """Method of producing rollouts: in waves, continuously, by a user's function, from conversations or from saved rollouts."""
 
     async def rollout(self, step: int) -> Rollout:
-        """Produce the rollout of `step`; called once per step, in order.
-
-        Raises:
-            FuligoError: the rollout cannot be produced; a failed sample is not an error
-        """
+        """Produce the rollout of `step`; called once per step, in order. Raises FuligoError if it cannot, but not for failed samples."""
         ...
 
     def restore(self, state: RolloutState) -> None:

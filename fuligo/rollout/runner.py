@@ -51,12 +51,7 @@ class RunnerParts:
     policy_version: Callable[[], int] = lambda: 0
 
     def finish(self, step: int, version: int, groups: list[SampleGroup]) -> None:
-        """Call the hooks that see a whole rollout.
-
-        Args:
-            version: version of the weights when the rollout was requested
-            groups: kept and dropped groups
-        """
+        """Call the hooks that see a whole rollout: kept and dropped groups, requested when the weights had this version."""
         if self.sample_filter is not None:
             self.sample_filter([group for group in groups if group.kept])
         if self.all_samples is not None:
@@ -72,8 +67,7 @@ class RunnerParts:
 class RolloutRunner:
     """Runner that samples rollouts from a `GroupStream`, one at a time. Implements `RolloutMethod`.
 
-    Args:
-        aligned_waves: pause the engines until a whole wave has arrived, so that equal seeds give bitwise equal tokens
+    With `aligned_waves`, engines pause until a whole wave has arrived, so that equal seeds give bitwise equal tokens.
     """
 
     def __init__(self, parts: RunnerParts, *, aligned_waves: bool = False) -> None:
@@ -98,9 +92,7 @@ class RolloutRunner:
     async def rollout(self, step: int) -> Rollout:
         """Sample rollout `step`.
 
-        Raises:
-            RolloutError: all waves are used up, or nearly all groups failed; unfinished groups are back in the source
-            EngineError: an engine did not answer an abort, pause or load request
+        Raises RolloutError if all waves are used up, or nearly all groups failed; unfinished groups are then back in the source.
         """
         started_s = time.monotonic()
         sampling = DynamicSampling(

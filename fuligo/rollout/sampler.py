@@ -21,11 +21,7 @@ REFILL_SHARE = 1 / 16
 
 
 class Turns:
-    """Limit on the samples in generation, first come, first served; each sample enters it as an async context manager.
-
-    Args:
-        limit: samples generated at a time
-    """
+    """Limit on the samples in generation, first come, first served; each sample enters it as an async context manager."""
 
     def __init__(self, limit: int) -> None:
         self._num_free = limit
@@ -105,8 +101,7 @@ class Sampler:
     async def sample_to_end(self, sample: Sample, params: SamplingParams, may_continue: Callable[[Sequence[Sample]], bool]) -> list[Sample]:
         """Generate like `sample`, but continue interrupted responses at once, without giving up the turn.
 
-        Args:
-            may_continue: called with the samples so far before every request; if it returns False, they are returned
+        `may_continue` is called with the samples so far before every request; if it returns False, they are returned.
         """
         async with self.turns:
             samples = [sample]

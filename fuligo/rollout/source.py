@@ -11,7 +11,7 @@ from fuligo.data.source import PromptSource
 from fuligo.errors import HookError
 from fuligo.rollout.filters import pop_first
 from fuligo.rollout.protocol import BufferFilter, Draw, GroupStream, RolloutState
-from fuligo.types import Episode, Prompt, Sample, SampleGroup, SampleStatus
+from fuligo.types import Prompt, Sample, SampleGroup, SampleStatus
 
 START_ROLLOUT_ID = "start_rollout_id"
 POP_FIRST = partial(pop_first, None)
@@ -36,10 +36,7 @@ class GroupSource:
     _next_group_index: int = field(default=0, init=False)
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
-        """Draw groups, buffered ones first.
-
-        Raises HookError if the buffer filter returned groups that are not in the buffer, or too many.
-        """
+        """Draw groups, buffered ones first. Raises HookError if the buffer filter returned other groups than buffered ones, or too many."""
         num_stale = self._drop_stale(policy_version)
         resumed = [continuation(group, step, self.mask_offpolicy) for group in self._take_buffered(num_groups, step)]
         fresh = [self._new_group(prompt, step) for prompt in self.prompts.take(num_groups - len(resumed))]
@@ -60,7 +57,7 @@ class GroupSource:
         self._buffer = list(state.buffer)
 
     def _new_group(self, prompt: Prompt, step: int) -> SampleGroup:
-        group = new_group(prompt, self._next_group_index, self._next_sample_index, self.num_samples_per_prompt)
+        group = new_group(prompt, self._next_group_index, self.num_samples_per_prompt, self._next_sample_index)
         for sample in group.samples:
             sample.metadata[START_ROLLOUT_ID] = step
         self._next_sample_index += self.num_samples_per_prompt
@@ -77,10 +74,7 @@ class GroupSource:
         return len(stale)
 
     def _take_buffered(self, num_groups: int, step: int) -> list[SampleGroup]:
-        """Take the groups that the buffer filter chooses. Groups that it removes but does not return start over from their prompt.
-
-        Raises HookError if it returned too many groups, or others than those of the buffer.
-        """
+        """Take the groups that the buffer filter chooses. Groups that it removes but does not return start over from their prompt."""
         if not self._buffer:
             return []
         by_index = {group.index: group for group in self._buffer}
@@ -106,11 +100,12 @@ class GroupSource:
         self.prompts.give_back([_prompt(group) for group in groups])
 
 
-def new_group(prompt: Prompt, index: int, first_sample: int, num_samples: int) -> SampleGroup:
-    """Return a group of pending samples of a prompt, numbered from `first_sample` on."""
+def new_group(prompt: Prompt, index: int, num_samples: int, first_sample: int | None = None) -> SampleGroup:
+    """Return a group of pending samples, numbered from `first_sample` on; by default, as if all groups had as many samples."""
+    first = index * num_samples if first_sample is None else first_sample
     samples = [
         Sample(number, index, prompt.prompt, prompt.prompt_ids, prompt.label, deepcopy(prompt.metadata), prompt.images)
-        for number in range(first_sample, first_sample + num_samples)
+        for number in range(first, first + num_samples)
     ]
     return SampleGroup(index, prompt.row, samples)
 
@@ -125,6 +120,10 @@ def _copy(sample: Sample, step: int, mask_offpolicy: bool) -> Sample:
     metadata = deepcopy(sample.metadata)
     if sample.status is SampleStatus.PENDING and sample.response_length == 0:
         metadata[START_ROLLOUT_ID] = step
+    episode = deepcopy(sample.episode)
+    if episode is not None and mask_offpolicy:
+        for branch in episode.branches:
+            branch.loss_mask = np.zeros_like(branch.loss_mask)
     return replace(
         sample,
         metadata=metadata,
@@ -133,16 +132,8 @@ def _copy(sample: Sample, step: int, mask_offpolicy: bool) -> Sample:
         engine_logprobs=sample.engine_logprobs.copy(),
         versions=sample.versions.copy(),
         spans=list(sample.spans),
-        episode=_copy_episode(sample.episode, mask_offpolicy),
+        episode=episode,
     )
-
-
-def _copy_episode(episode: Episode | None, mask_offpolicy: bool) -> Episode | None:
-    episode = deepcopy(episode)
-    if episode is not None and mask_offpolicy:
-        for branch in episode.branches:
-            branch.loss_mask = np.zeros_like(branch.loss_mask)
-    return episode
 
 
 def first_version(group: SampleGroup, default: int) -> int:

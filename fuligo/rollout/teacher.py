@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.errors import EngineError
+from fuligo.rollout.judging import usable
 from fuligo.rollout.protocol import RewardFn
 from fuligo.types import Sample, SampleGroup, SampleStatus, Span
 
@@ -24,7 +25,7 @@ class ServedTeacher:
 
     async def __call__(self, group: SampleGroup) -> None:
         """Score the samples of a group, except those that are unfinished, failed, empty or scored already."""
-        await asyncio.gather(*(self._score(sample) for sample in group.samples if _is_unscored(sample)))
+        await asyncio.gather(*(self._score(sample) for sample in usable(group.samples, rewarded=False) if sample.teacher_logprobs is None))
 
     async def _score(self, sample: Sample) -> None:
         start_s = time.time()
@@ -50,8 +51,3 @@ class RewardWithTeacher:
             await scoring
         finally:
             scoring.cancel()  # a group whose reward is canceled needs no scores
-
-
-def _is_unscored(sample: Sample) -> bool:
-    answered = sample.finished and sample.status is not SampleStatus.FAILED
-    return answered and sample.response_length > 0 and sample.teacher_logprobs is None

@@ -108,10 +108,7 @@ def become_program_user() -> None:
 
 
 def build_root(root: Root) -> None:
-    """Replace the root file system of this process by a tmpfs with the files and folders of `root`.
-
-    Raises UnavailableError if the kernel refuses a mount.
-    """
+    """Replace the root file system by a tmpfs with the contents of `root`. Raises UnavailableError if the kernel refuses a mount."""
     try:
         _mount("", "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", "/tmp", "tmpfs", PRIVATE, f"size={root.disk_bytes},nr_inodes=20k,mode=755".encode())

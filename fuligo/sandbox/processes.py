@@ -43,10 +43,7 @@ def run_last() -> None:
 
 
 def set_limits(limits: Mapping[int, int]) -> None:
-    """Set soft and hard limits of this process, so that it cannot raise them again; a value above a hard limit sets that limit.
-
-    `limits` maps `resource.RLIMIT_*` to values.
-    """
+    """Set soft and hard `resource.RLIMIT_*`, so that this process cannot raise them again; values above a hard limit set that limit."""
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)

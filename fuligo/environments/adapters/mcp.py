@@ -56,10 +56,7 @@ class McpTool:
         self.parameters: Mapping[str, Any] = tool.parameters
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Call the tool and return the text of its result.
-
-        Raises RuntimeError if the server reports an error, does not answer in time, or has ended.
-        """
+        """Return the text of the result. Raises RuntimeError if the server reports an error, does not answer in time, or has ended."""
         return await self._server.call(self.name, arguments)
 
 
@@ -75,10 +72,7 @@ class McpServer:
 
     @classmethod
     async def connect(cls, settings: McpSettings) -> "McpServer":
-        """Connect and read the list of tools, which becomes `tools`.
-
-        Raises ConfigError if mcp is not installed, and RolloutError if the server does not start or answer.
-        """
+        """Connect and read the tools. Raises ConfigError if mcp is not installed, RolloutError if the server does not answer."""
         server = cls(settings)
         try:
             async with asyncio.timeout(settings.timeout_s):

@@ -45,9 +45,6 @@ def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> 
         dataset: name, such as `leg_counting`
         config: arguments of the dataset, such as `size` and `seed`
         style: key of `reasoning_gym.utils.SYSTEM_PROMPTS`; each of these system prompts asks for <answer> tags
-
-    Raises:
-        ConfigError: reasoning-gym is not installed, the dataset or the style does not exist, or the configuration is invalid
     """
     text = orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS).decode()
     generated = _dataset(dataset, text)

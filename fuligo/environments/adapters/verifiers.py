@@ -49,8 +49,7 @@ class Task(BaseModel):
 async def play(session: Endpoint, row: Row) -> float:
     """Run the task of a row with verifiers and return the sum of its traces' rewards; for --agent.
 
-    Raises ConfigError if the row was not written by `rows`, or verifiers is not installed, and RuntimeError if the harness, the tools or
-    the scoring failed.
+    Raises ConfigError if the row or the installation does not fit, and RuntimeError if the harness, the tools or the scoring failed.
     """
     try:
         task = Task.model_validate(row.metadata[_KEY])
@@ -80,15 +79,9 @@ async def play(session: Endpoint, row: Row) -> float:
 
 
 def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield prompt rows for the tasks of a taskset.
+    """Yield prompt rows for at most `count` tasks of a taskset from number `first`, from 0, on; by default for all.
 
-    Args:
-        config: configuration of verifiers' environment; `taskset.id` names the taskset
-        first: number of the first task, from 0
-        count: largest number of rows; None: all tasks from `first` on
-
-    Raises:
-        ConfigError: verifiers is not installed, the taskset does not exist or is infinite, or the configuration is invalid
+    In `config`, verifiers' settings of an environment, `taskset.id` names the taskset. Raises ConfigError if it is invalid or infinite.
     """
     text = orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode()
     for index in itertools.islice(range(len(_tasks(text))), first, None if count is None else first + count):
@@ -98,10 +91,7 @@ def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> It
 
 
 def _environment(config: str) -> Any:
-    """Create an environment of verifiers from its JSON configuration.
-
-    Raises ConfigError if verifiers is not installed, or the configuration is invalid.
-    """
+    """Create an environment of verifiers from its JSON configuration. Raises ConfigError if it is invalid."""
     loaders, generic = _library("verifiers.v1.utils.loaders"), _library("verifiers.v1.utils.generic")
     verifiers, given = _library("verifiers.v1"), orjson.loads(config)
     try:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -55,7 +55,7 @@ class SpawnerSettings:
     """Value of --environment."""
     settings: dict[str, Any]
     """Value of --environment-settings."""
-    withheld: tuple[str, ...]
+    withheld: Sequence[str]
     """Names of the environment variables that were not handed over."""
     memory_bytes: int | None
     """Limit of the data of each process (RLIMIT_DATA); None: unlimited."""
@@ -82,8 +82,7 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    given = json.loads(control.recv(MAX_REQUEST_BYTES))
-    settings = SpawnerSettings(given["path"], given["settings"], tuple(given["withheld"]), given["memory_bytes"], given["run_pid"])
+    settings = SpawnerSettings(**json.loads(control.recv(MAX_REQUEST_BYTES)))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -243,10 +242,7 @@ class _Spawner:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kill processes that ended episodes left in other sessions.
-
-        They become children of this process when the process of their episode ends.
-        """
+        """Kill processes that ended episodes left in other sessions, and which thereby became children of this process."""
         for pid in processes.children():
             if pid not in self.running and worker.mark(pid) == worker.MARK != self.own_mark:
                 with suppress(ProcessLookupError, PermissionError):

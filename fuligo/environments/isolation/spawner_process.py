@@ -45,8 +45,7 @@ class SpawnerProcess:
     def start(self) -> None:
         """Start the process that the others are forked from, unless it is running.
 
-        Raises ConfigError if it cannot import the environment, the import started threads, or the settings are too large, and RolloutError
-        if it does not answer.
+        Raises ConfigError if it cannot import the environment or take its settings, and RolloutError if it does not answer.
         """
         with self._starting:  # several episodes may notice at once that the process has ended
             self._start()

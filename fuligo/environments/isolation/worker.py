@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fuligo.environments.environment import Environment, json_copy
+from fuligo.environments.environment import Environment, describe_error, json_copy
 from fuligo.environments.isolation.messages import HEADER, FailureError, Reply, Request, encode_start, encode_step
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.sandbox import processes
@@ -52,13 +52,7 @@ class _Pool(ThreadPoolExecutor):
 
 
 async def serve(connection: socket.socket, factory: EnvironmentFactory, withheld: frozenset[str]) -> None:
-    """Serve episodes, one after the other, until the run closes the connection.
-
-    Args:
-        connection: socket to the run
-        factory: factory of the environments
-        withheld: names of the environment variables that the run did not hand over
-    """
+    """Serve one episode after the other until the run closes the connection. `withheld` names variables that were not handed over."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     await loop.create_connection(lambda: _Server(factory, withheld, ended), sock=connection)
@@ -166,11 +160,7 @@ class _Server(asyncio.Protocol):
         return not tasks and not busy and not self._pool.calls and not processes.children()
 
     def _describe(self, error: BaseException) -> str:
-        """Describe an exception, by its type alone if its `__str__` raises."""
-        try:
-            text = f"{type(error).__name__}: {error}"
-        except Exception:
-            return type(error).__name__
+        text = describe_error(error)
         if isinstance(error, KeyError) and error.args and error.args[0] in self._withheld:
             return f"{text}; the run withholds this variable (--environment-variables {error.args[0]} hands it over)"
         return text

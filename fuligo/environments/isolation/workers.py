@@ -29,11 +29,9 @@ class Workers:
     """Pool of processes for the episodes of one environment class."""
 
     def __init__(self, path: str, settings: dict[str, Any], *, handed_over: tuple[str, ...] = (), memory_bytes: int | None = None) -> None:
-        """Store the settings. No process starts before `start`.
+        """Store --environment and its settings. No process starts before `start`.
 
         Args:
-            path: --environment
-            settings: --environment-settings
             handed_over: names of environment variables that the processes get even if their names suggest secrets
             memory_bytes: limit of the data of each process (RLIMIT_DATA); None: unlimited
         """
@@ -47,10 +45,7 @@ class Workers:
         self._has_warned = False
 
     def start(self) -> None:
-        """Start the process that the others are forked from, unless it is running.
-
-        Raises ConfigError if it cannot import the environment, or the import started threads, and RolloutError if it does not answer.
-        """
+        """Start the process that the others are forked from; see `SpawnerProcess.start`."""
         self._spawner.start()
 
     async def take(self) -> "Worker":
@@ -236,10 +231,7 @@ class Worker:
         self._connection.close()
 
     async def _reply(self, number: int) -> Reply:
-        """Return the reply to a request, dropping replies to earlier, canceled requests.
-
-        Raises FailureError if the reply is malformed, or reports a failure of the environment.
-        """
+        """Return the reply to a request; drop replies to canceled ones. Raises FailureError if it is malformed or reports a failure."""
         while True:
             try:
                 reply = decode_reply(await self._message())

@@ -78,10 +78,7 @@ class PythonResult(BaseModel):
 
 
 class Interpreters:
-    """Helper process that serves all sessions with the same `PythonSettings`, in this process and its forks.
-
-    It ends when it is closed, or when the last of these processes ends.
-    """
+    """Helper process that serves all sessions with the same `PythonSettings`, in this process and its forks, until all have ended."""
 
     def __init__(self, settings: PythonSettings) -> None:
         self.settings = settings
@@ -230,13 +227,7 @@ class PythonTool:
     """Tool `python` of one episode."""
 
     def __init__(self, settings: PythonSettings, *, keeps_variables: bool = False) -> None:
-        """Create the tool.
-
-        Args:
-            settings: limits and modules
-            keeps_variables: let the programs of the episode share variables and files, like the cells of a notebook; otherwise each one
-                starts afresh
-        """
+        """Create the tool. With `keeps_variables`, the programs of the episode share variables and files, like the cells of a notebook."""
         self._session = PythonSession(settings)
         self._settings = settings
         self._keeps_variables = keeps_variables
@@ -246,10 +237,9 @@ class PythonTool:
         result = await self._session.run(code)
         if not self._keeps_variables:
             self._session.close()
-        notes = [note for note in (_end_note(result, self._settings),) if note]
-        if self._keeps_variables and not result.keeps_variables:
-            notes.append("All variables are lost.")
-        return "\n".join([*([result.output.rstrip("\n")] if result.output else []), *notes]) or "(no output)"
+        is_lost = self._keeps_variables and not result.keeps_variables
+        parts = (result.output.rstrip("\n"), _end_note(result, self._settings), "All variables are lost." if is_lost else "")
+        return "\n".join(filter(None, parts)) or "(no output)"
 
     def close(self) -> None:
         """End the episode's interpreter."""

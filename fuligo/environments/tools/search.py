@@ -81,10 +81,7 @@ class SearchIndex:
         self._index = self._load(settings.cache or (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fuligo" / "search"))
 
     def search(self, query: str, num_results: int) -> list[Hit]:
-        """Return the documents that match best, best first; those with equal scores in the order of the collection.
-
-        Documents with a score of 0 are left out.
-        """
+        """Return the documents that match best, best first, equal ones in the order of the collection, without those with score 0."""
         tokens = self._library.tokenize([query], stopwords=self._stopwords, return_ids=False, show_progress=False)
         known = [str(token) for token in next(iter(tokens)) if token in self._index.vocab_dict]
         if not known:

@@ -9,7 +9,6 @@ import numpy as np
 
 from fuligo.engines.generation import Generation, RoutingQuery, SamplingParams
 from fuligo.environments import Environment
-from fuligo.environments.isolation.factory import MakesEnvironments
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.generate import SingleTurn
@@ -62,7 +61,7 @@ def episodes(
     engine: Writer,
     kind: type[Environment] = Counting,
     template: str = "CHATML",
-    factory: MakesEnvironments | None = None,
+    factory: EnvironmentFactory | None = None,
     **limits: Any,
 ) -> Episodes:
     """Make the `GenerateFn`; without a factory, environments of `kind` live in this process."""

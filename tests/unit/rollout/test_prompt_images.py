@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fuligo.rollout.custom_source import CustomSource
-from fuligo.rollout.evaluate import fresh_group
-from fuligo.rollout.source import GroupSource
+from fuligo.rollout.source import GroupSource, new_group
 from fuligo.types import Prompt, PromptImage, Sample, SampleGroup
 from tests.unit.rollout.scripted import Rows, ScriptedEngine, by_row, world
 
@@ -81,4 +80,4 @@ async def test_requests_have_the_images_of_their_prompt_also_continued_ones():
 
 
 def test_samples_of_an_evaluation_have_their_images():
-    assert images_of([fresh_group(Pictures().take(1)[0], 0, 2)]) == {(IMAGE,)}
+    assert images_of([new_group(Pictures().take(1)[0], 0, 2)]) == {(IMAGE,)}

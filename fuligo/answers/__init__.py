@@ -1,1 +1,1 @@
-"""Equality of mathematical answers as people write them. It imports nothing else from fuligo, and sympy only when algebra must decide."""
+"""Equality of mathematical answers as people write them. It imports nothing else from fuligo, and sympy only in `algebra`."""

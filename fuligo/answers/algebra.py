@@ -10,6 +10,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+import mpmath
+import sympy
+from latex2sympy2_extended.latex2sympy2 import latex2sympy
+from mpmath.libmp import NoConvergence
+from sympy import Float, I, Integer, Product, Rational, Sum, cos, nan, oo, simplify, sin, zoo
+
 from fuligo.answers.number import read_number, rounds
 
 _DIGITS = 40
@@ -31,8 +37,6 @@ def equal_expressions(first: str, second: str) -> bool:
         if proportional:
             return _are_proportional(left, right)
         if hasattr(left, "shape") or hasattr(right, "shape"):
-            import sympy
-
             if getattr(left, "shape", None) != getattr(right, "shape", None):
                 return False
             return all(
@@ -49,9 +53,6 @@ def equal_expressions(first: str, second: str) -> bool:
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
     """Return the sympy expression of a text, with complex symbols and `i` as the imaginary unit; None if it cannot be parsed."""
-    from latex2sympy2_extended.latex2sympy2 import latex2sympy
-    from sympy import I, Rational
-
     if (number := read_number(text)) is not None:
         return Rational(number.value.numerator, number.value.denominator)
     try:
@@ -68,8 +69,6 @@ def _squeezed(text: str) -> str:
 
 
 def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
-    import sympy
-
     if left.has(sympy.zoo, sympy.nan) or right.has(sympy.zoo, sympy.nan):
         return False
     if left == right:
@@ -89,8 +88,6 @@ def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
         if verdict is False:
             break
     if not known:
-        from sympy import simplify
-
         return simplify(left - right) == 0
     if all(known):
         return True
@@ -103,16 +100,12 @@ def _names(expression: Any) -> set[str]:
 
 def _bounds(expression: Any) -> set[str]:
     """Return the symbols in the limits of sums and products, which are defined for integers."""
-    from sympy import Product, Sum
-
     limits = [limit for series in expression.atoms(Sum, Product) for limit in series.limits]
     return {symbol.name for _, *edges in limits for edge in edges for symbol in edge.free_symbols}
 
 
 def _random_point(rng: random.Random, place: int) -> Any:
     """Return a value between 1/4 and 4, negative at every other point."""
-    from sympy import Rational
-
     value = Rational(rng.randrange(1000, 16000), 4001)
     return -value if place % 2 else value
 
@@ -129,8 +122,6 @@ def _equal_at(point: dict[str, Any], left: Any, right: Any) -> bool | None:
 
 
 def _close(first: Any, second: Any) -> bool:
-    from sympy import Rational
-
     if first.is_Rational and second.is_Rational:
         return first == second
     return abs(first - second) <= Rational(_TOLERANCE.numerator, _TOLERANCE.denominator) * max(
@@ -140,8 +131,6 @@ def _close(first: Any, second: Any) -> bool:
 
 def _value(expression: Any, point: dict[str, Any]) -> tuple[Any, Any] | None:
     """Return the real and the imaginary part at a point; None if the expression has no number as its value."""
-    from sympy import Float, Integer, Rational, nan, oo, zoo
-
     exact = expression.replace(lambda part: isinstance(part, Float), lambda part: Rational(str(part))).subs(
         {symbol: point[symbol.name] for symbol in expression.free_symbols if symbol.name in point}
     )
@@ -157,8 +146,6 @@ def _value(expression: Any, point: dict[str, Any]) -> tuple[Any, Any] | None:
 
 def _summed(expression: Any) -> Any:
     """Replace infinite products, and infinite sums of sines or cosines, by numerical values, for which sympy would need minutes."""
-    from sympy import Product, Sum, cos, oo, sin
-
     series = [part for part in expression.atoms(Sum, Product) if len(part.limits) == 1 and part.limits[0][2] == oo]
     limits = {part: _limit(part) for part in series if isinstance(part, Product) or part.function.has(sin, cos)}
     return expression.xreplace({part: value for part, value in limits.items() if value is not None})
@@ -166,10 +153,6 @@ def _summed(expression: Any) -> Any:
 
 def _limit(series: Any) -> Any:
     """Extrapolate an infinite sum or product from its first terms; None if two precisions do not agree."""
-    import mpmath
-    from mpmath.libmp import NoConvergence
-    from sympy import Float, I, Integer, Product
-
     function: Any = series.function
     (index, start, _), extrapolate = series.limits[0], mpmath.nprod if isinstance(series, Product) else mpmath.nsum
 
@@ -201,8 +184,6 @@ def _rounded(first: str, left: Any, second: str, right: Any) -> bool:
 
 def _are_proportional(left: Any, right: Any) -> bool:
     """Return whether one expression is a constant, nonzero multiple of the other, so that both have the same zeros."""
-    import sympy
-
     if not isinstance(left, sympy.Expr) or not isinstance(right, sympy.Expr) or not left.free_symbols:
         return False
     if _names(left) != _names(right):

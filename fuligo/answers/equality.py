@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from fuligo.answers.number import Number, equal_numbers, read_based, read_number
-from fuligo.answers.reading import Answer, Approximation, Assignment, Collection, Equation, Kind, Value, Word, read
+from fuligo.answers.reading import Answer, Approximation, Assignment, Collection, Equation, Kind, Word, read
 from fuligo.answers.spelling import normalise
-from fuligo.answers.units import units_agree
+from fuligo.answers.units import Value, units_agree
 
 MAX_CHARS = 2000
 """Limit of an answer's length, in characters; longer answers are compared only as plain numbers or as identical text."""

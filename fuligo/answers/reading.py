@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fuligo.answers.spelling import normalise
-from fuligo.answers.units import split_unit
+from fuligo.answers.units import Value, split_unit
 
 _OPENING, _CLOSING = "([{", ")]}"
 _WORD_SEPARATOR = re.compile(r"\\text\{ ?,? ?(?:and|or) ?\}|(?<![\\a-zA-Z]),? ?(?:and|or)(?![a-zA-Z])", re.IGNORECASE)
@@ -37,17 +37,6 @@ class Kind(Enum):
     LIST = "several answers in any order"
     SET = "a set"
     TUPLE = "a tuple, point or interval"
-
-
-@dataclass(slots=True, frozen=True)
-class Value:
-    """Number, expression or matrix."""
-
-    text: str
-    """Normalized text without unit."""
-    unit: str = ""
-    """Canonical name of the unit; empty if the answer has none."""
-    percent: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,7 +109,7 @@ def _depth(text: str) -> int:
 def _read(text: str) -> Answer:
     text = _without_braces(text)
     if (quantity := split_unit(text)) is not None:
-        return Value(quantity.number, quantity.unit, quantity.percent)
+        return quantity
     if (items := _items(text)) is not None:
         return Collection(Kind.LIST, tuple(_read(item) for item in items))
     if len(parts := _split(text, _UNION)) > 1:

@@ -62,36 +62,38 @@ _DROPPED = frozenset(("unit", "units", "square unit", "square units", "cubic uni
 
 
 @dataclass(slots=True, frozen=True)
-class Quantity:
-    """Number or expression, and its unit."""
+class Value:
+    """Number, expression or matrix."""
 
-    number: str
-    unit: str
-    percent: bool
+    text: str
+    """Normalized text without unit."""
+    unit: str = ""
+    """Canonical name of the unit; empty if the answer has none."""
+    percent: bool = False
 
 
-def split_unit(text: str) -> Quantity | None:
+def split_unit(text: str) -> Value | None:
     r"""Split a number, with or without a unit, or an expression before `\text{unit}`; return None for any other text."""
     if text[:1] in _CURRENCIES and read_number(text[1:].strip()) is not None:
-        return Quantity(text[1:].strip(), KNOWN.get(text[0], text[0]), percent=False)
+        return Value(text[1:].strip(), KNOWN.get(text[0], text[0]))
     if read_number(text) is not None:
-        return Quantity(text, "", percent=False)
+        return Value(text)
     if text.endswith("%"):
-        return Quantity(text[:-1].strip(), "", percent=True)
+        return Value(text[:-1].strip(), percent=True)
     if match := _TEXT_UNIT.fullmatch(text):
         unit = match["unit"] + (match["power"] or "") + re.sub(r"\\text ?\{([^{}]*)\}", r"\1", match["per"] or "")
         body = match["body"].strip()
         several = read_number(body) is None and re.search(r"\\text|[,;=<>]|\\(?:le|ge|cup|in)(?![a-zA-Z])", body)
         if several or unit.strip() in ("and", "or"):
             return None
-        return Quantity(body, canonical_unit(unit), percent=False)
+        return Value(body, canonical_unit(unit))
     match = _QUANTITY.fullmatch(text)
     if match is None or match["plain"] is None:
         return None
     number, unit = match["number"].strip().rstrip("."), match["plain"].strip()
     if read_number(number) is None or not _is_unit(unit, spaced=bool(match["gap"])):
         return None
-    return Quantity(number, canonical_unit(unit), percent=match["percent"] is not None)
+    return Value(number, canonical_unit(unit), percent=match["percent"] is not None)
 
 
 def _is_unit(text: str, *, spaced: bool) -> bool:

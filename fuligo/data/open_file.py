@@ -3,6 +3,7 @@
 import hashlib
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from fuligo.errors import DataChangedError
@@ -30,17 +31,11 @@ class OpenFile:
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to `stop`, at most `num_bytes`. Raises DataChangedError if the content changed or is lost."""
-        parts: list[bytes] = []
-        try:
-            while start < stop and (part := os.pread(self.descriptor, min(_CHUNK_BYTES, stop - start), start)):
-                parts.append(part)
-                start += len(part)
-        except OSError as error:
-            raise self._lost(error) from error
-        if start < stop:
+        content = b"".join(self._chunks(start, stop))
+        if len(content) < stop - start:
             raise self._changed()
         self.check()
-        return b"".join(parts)
+        return content
 
     def digest(self) -> str:
         """Return the BLAKE2b digest of the content; the first call reads the file. Raises DataChangedError if the content has changed."""
@@ -64,14 +59,18 @@ class OpenFile:
 
     def _compute_digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        position = 0
+        for chunk in self._chunks(0, self.num_bytes):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the bytes from `start` up to `stop` or the end of the file."""
         try:
-            while chunk := os.pread(self.descriptor, min(_CHUNK_BYTES, self.num_bytes - position), position):
-                digest.update(chunk)
-                position += len(chunk)
+            while start < stop and (chunk := os.pread(self.descriptor, min(_CHUNK_BYTES, stop - start), start)):
+                yield chunk
+                start += len(chunk)
         except OSError as error:
             raise self._lost(error) from error
-        return digest.hexdigest()
 
     def _current_state(self) -> tuple[int, int, int]:
         """Return the size in bytes and the times of the last change of content and of attributes, in ns; the latter cannot be set back."""

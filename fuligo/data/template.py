@@ -64,14 +64,8 @@ class ChatTemplate:
         """Return token ids and assistant mask; None if the template does not mark assistant text with `{% generation %}`."""
         if _GENERATION_MARK.search(self.source) is None:
             return None
-        arguments = {
-            **self._kwargs,
-            "add_generation_prompt": False,
-            "tokenize": True,
-            "return_dict": True,
-            "return_assistant_tokens_mask": True,
-        }
-        encoded: Any = self._render(messages, tools, arguments)
+        own = dict.fromkeys(("tokenize", "return_dict", "return_assistant_tokens_mask"), True)
+        encoded: Any = self._render(messages, tools, {**self._kwargs, "add_generation_prompt": False, **own})
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def _render(self, messages: Messages, tools: list[Any] | None, arguments: dict[str, Any]) -> Any:

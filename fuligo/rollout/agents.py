@@ -1,7 +1,6 @@
 """Generation by a user's agent (`--agent`), which talks to the policy through a session of the gateway and returns the reward."""
 
 import asyncio
-import logging
 import time
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
@@ -20,7 +19,6 @@ from fuligo.rollout.environment_calls import abandon
 from fuligo.rollout.sampler import clear_response, failed
 from fuligo.types import Sample, SampleStatus
 
-logger = logging.getLogger(__name__)
 Key = tuple[int | None, int]
 """Seed and index of a sample. The seed distinguishes samples of an evaluation from training samples with the same index."""
 
@@ -94,8 +92,7 @@ class AgentGenerate:
         for episode in self._suspended.values():
             self._cancel(episode)
         self._suspended.clear()
-        if (num_stubborn := await abandon(self._cancelled)) > 0:
-            logger.warning("agents that catch asyncio.CancelledError and continue: %d; they must raise it again (--agent)", num_stubborn)
+        await abandon(self._cancelled, "agents", "--agent")
 
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)

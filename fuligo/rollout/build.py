@@ -18,7 +18,7 @@ from fuligo.engines.group import EngineGroup
 from fuligo.environments.isolation.factory import environment_factory
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
-from fuligo.errors import ConfigError, HookError
+from fuligo.errors import HookError
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Policy
@@ -90,7 +90,6 @@ def build_sampling(
         teacher: teacher that scores the sampled responses; None without one
 
     Raises:
-        ConfigError: flags contradict each other
         HookError: a hook cannot be imported or does not fit
     """
     args, flags, concurrency = ArgsView(config), config.rollout, config.resolved_rollout_concurrency
@@ -172,10 +171,6 @@ def _source(config: Config, args: ArgsView, prompts: PromptSource | None) -> Gro
     hook = hook_of(config, "data_source_path")
     buffers = flags.partial_rollout and flags.async_mode != "full"
     if hook is not None:
-        max_age_in_buffer = None if flags.async_mode == "full" else flags.max_staleness
-        for value, option in ((flags.buffer_filter_path, "--buffer-filter-path"), (max_age_in_buffer, "--max-staleness")):
-            if value is not None:
-                raise ConfigError(f"{option} has no effect with --data-source-path, which keeps its own buffer; remove one of them")
         with reraised(f"--data-source-path {config.data.data_source_path}: the constructor raised", hook, HookError):
             source = hook(args)
         return CustomSource(source, partial_rollout=buffers, mask_offpolicy=flags.mask_offpolicy_in_partial_rollout)

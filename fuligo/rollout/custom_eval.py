@@ -57,7 +57,13 @@ class CustomEvaluator:
             result = await call(self.hook, self.args, rollout_id, EvalData(self.sets), evaluation=True)
         evaluation, version = Evaluation({}, {}), self.policy_version()
         own_keys = {eval_set.name: eval_set.reward_key for eval_set in self.sets}
-        for name, samples in _checked(result).items():
+        fits = isinstance(result, dict) and result and all(isinstance(name, str) and "/" not in name for name in result)
+        if not fits or not is_group_list(list(result.values())):
+            raise RolloutError(
+                "--eval-function-path must return a dict from dataset names (without '/') to non-empty lists of Sample; "
+                f"it returned {result!r:.200}"
+            )
+        for name, samples in result.items():
             reward_key = own_keys.get(name, self.reward_key)
             members: dict[int, list[Sample]] = {}
             for sample in samples:
@@ -72,13 +78,3 @@ class CustomEvaluator:
 
     async def close(self) -> None:
         """Do nothing: the function judges its samples itself."""
-
-
-def _checked(result: Any) -> dict[str, list[Sample]]:
-    fits = isinstance(result, dict) and result and all(isinstance(name, str) and "/" not in name for name in result)
-    if not fits or not is_group_list(list(result.values())):
-        raise RolloutError(
-            "--eval-function-path must return a dict from dataset names (without '/') to non-empty lists of Sample; "
-            f"it returned {result!r:.200}"
-        )
-    return result

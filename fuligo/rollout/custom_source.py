@@ -10,7 +10,7 @@ It is created as `Source(args)` and has these methods:
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,25 +26,12 @@ NO_ROW = -1
 """`SampleGroup.row` of prompts that do not come from a file."""
 
 
-class DataSourceHook(Protocol):
-    """Interface of a user's data source; see the module's docstring."""
-
-    def get_samples(self, num_groups: int, /) -> list[list[Sample]]: ...
-
-    def add_samples(self, groups: list[list[Sample]], /) -> None: ...
-
-    def save(self, rollout_id: int, /) -> None: ...
-
-    def load(self, rollout_id: int, /) -> None: ...
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(eq=False)
 class CustomSource:
     """`GroupStream` over the user's data source. It numbers new samples itself and ignores the indices that they come with."""
 
-    hook: DataSourceHook
+    hook: Any
+    """User's data source; see the module's docstring."""
     _: KW_ONLY
     partial_rollout: bool = False
     """True: unfinished groups return to the data source with their tokens; False: as fresh samples."""

@@ -46,11 +46,6 @@ class DynamicSampling:
         return len(self._submitted)
 
     @property
-    def in_flight(self) -> list[int]:
-        """Groups that were submitted and are not judged yet, in the order of submission."""
-        return [index for index in self._submitted if index not in self._kept and index not in self.dropped]
-
-    @property
     def complete(self) -> bool:
         """True once enough groups are kept; sampling stops."""
         return len(self._filling()) == self.target
@@ -95,11 +90,6 @@ class DynamicSampling:
     def chosen(self) -> list[int]:
         """Return the groups that fill the rollout, ordered by index."""
         return sorted(self._filling())
-
-    def surplus(self) -> list[int]:
-        """Return the kept groups that are not needed, ordered by index."""
-        filling = set(self._filling())
-        return sorted(index for index in self._kept if index not in filling)
 
     def drop_counts(self) -> Counter[str]:
         return Counter(self.dropped.values())

@@ -1,6 +1,7 @@
 """Calls of an environment, which may raise, hang, exit, or be interrupted."""
 
 import asyncio
+import logging
 import sys
 from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 from fuligo.environments.environment import describe_error
 from fuligo.environments.isolation.messages import FailureError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _END_S = 2.0
 """Seconds to wait until a canceled task has ended."""
@@ -81,11 +83,12 @@ def _cancel(task: asyncio.Task[Any], canceled: set[asyncio.Task[Any]] | None) ->
         task.add_done_callback(canceled.discard)
 
 
-async def abandon(canceled: Collection[asyncio.Task[Any]]) -> int:
-    """Wait for canceled tasks to end, and abandon those that do not end in time. Return the number of abandoned tasks."""
+async def abandon(canceled: Collection[asyncio.Task[Any]], what: str, flag: str) -> None:
+    """Wait for canceled tasks to end; abandon those that do not end in time, and log a warning with their number."""
     if not canceled:
-        return 0
+        return
     _, stubborn = await asyncio.wait(list(canceled), timeout=_END_S)
     for task in stubborn:
         asyncio._unregister_task(task)  # asyncio.run would wait for it forever
-    return len(stubborn)
+    if stubborn:
+        logger.warning("%s that catch asyncio.CancelledError and continue: %d; they must raise it again (%s)", what, len(stubborn), flag)

@@ -1,7 +1,6 @@
 """GenerateFn that runs episodes: the model and an environment take turns until the environment is done or a limit is reached."""
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -36,7 +35,6 @@ from fuligo.rollout.sampler import clear_response, failed
 from fuligo.types import Branch, Episode, Messages, Sample, SampleStatus, Span, ToolUse, Turn
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Difference between the sampling seeds of an episode's branches; odd, so that no two of them are equal modulo 2**63."""
 
@@ -117,11 +115,7 @@ class Episodes:
 
     async def close(self) -> None:
         """Abandon calls that ignore their cancellation, so that the run can end, and end the processes of environments."""
-        if (num_stubborn := await abandon(self._canceled)) > 0:
-            logger.warning(
-                "calls of environments that catch asyncio.CancelledError and continue: %d; they must raise it again (--environment)",
-                num_stubborn,
-            )
+        await abandon(self._canceled, "calls of environments", "--environment")
         await self.factory.close()
 
     async def call(self, call: Coroutine[Any, Any, T], name: str, interrupted: asyncio.Future[None] | None = None) -> T:
@@ -167,8 +161,9 @@ class _Run:
             sampled = sample.response_ids[episode.turn_start :].tolist()
             is_last = sample.finish_reason == "length" or len(episode.turns) + 1 >= self.parts.limits.max_turns
             text = self.parts.renderer.text(sampled)
+            before = [*sample.prompt_ids[-16:].tolist(), *sample.response_ids[: episode.turn_start][-16:].tolist()]
             turn = replace(
-                self.parts.renderer.parse(sampled, self._before_turn(), self._tools, recorded=True, text=text),
+                self.parts.renderer.parse(sampled, before, self._tools, recorded=True, text=text),
                 truncated=sample.finish_reason == "length",
                 last=is_last,
             )
@@ -227,10 +222,6 @@ class _Run:
         if sample.status is SampleStatus.FAILED:
             raise EpisodeError(sample.error or "the request failed")
         return sample.status is not SampleStatus.ABORTED and sample.response_length > episode.turn_start
-
-    def _before_turn(self) -> list[int]:
-        sample = self.sample
-        return [*sample.prompt_ids[-16:].tolist(), *sample.response_ids[: self._episode.turn_start][-16:].tolist()]
 
     async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
         """Call the environment's `step` and check its answer; return the call's time on the monotonic clock [s], and the step."""

@@ -27,7 +27,8 @@ def prompt_scores(
     prompts = [kept for samples in prompts if (kept := [sample for sample in samples if has_scalar(sample, reward_key)])]
     if not prompts:
         return {}
-    responses = [_responses(samples) for samples in prompts]
+    # The last sample of a response that was split into several stands for it.
+    responses = [{sample.index: sample for sample in samples}.values() for samples in prompts]
     rewards = [np.array([sample.reward_value(reward_key) for sample in of_prompt], np.float64) for of_prompt in responses]
     num_passed = [sum(sample.passes(reward_key, pass_key) for sample in of_prompt) for of_prompt in responses]
     scores = {f"mean@{num_samples}": float(np.mean([values.mean() for values in rewards]))}
@@ -41,11 +42,6 @@ def prompt_scores(
 def has_scalar(sample: Sample, reward_key: str | None) -> bool:
     """Return whether a judged sample has a scalar reward. Without `reward_key`, --custom-reward-post-process-path computes it later."""
     return not isinstance(sample.reward, dict) or reward_key is not None
-
-
-def _responses(samples: Sequence[Sample]) -> list[Sample]:
-    """Return one sample per response; the last one of a response that was split into several samples."""
-    return list({sample.index: sample for sample in samples}.values())
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

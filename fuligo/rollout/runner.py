@@ -115,7 +115,10 @@ class RolloutRunner:
             groups = run.mark_kept(kept=())
             raise UnfilledRolloutError(str(failure), step, groups) from failure
         run.counts.elapsed_s = time.monotonic() - started_s
-        return self._conclude(run)
+        groups = run.mark_kept(sampling.chosen())
+        self._parts.finish(step, run.version, groups)
+        counts = sampling_metrics(groups, run.aborted, sampling, run.counts, self._parts.reward_key)
+        return self._parts.rollout(step, groups, run.version, counts)
 
     async def _fill(self, run: _Run, tasks: GroupTasks) -> None:
         """Submit waves and judge finished groups until the rollout is complete."""
@@ -142,13 +145,6 @@ class RolloutRunner:
         async with aligned_start(self._parts.engines, draw.groups) if aligned else nullcontext():
             for group in draw.groups:
                 tasks.start(group)
-
-    def _conclude(self, run: _Run) -> Rollout:
-        """Mark every group as kept or dropped, call the hooks of whole rollouts, and compute the metrics."""
-        groups = run.mark_kept(run.sampling.chosen())
-        self._parts.finish(run.step, run.version, groups)
-        counts = sampling_metrics(groups, run.aborted, run.sampling, run.counts, self._parts.reward_key)
-        return self._parts.rollout(run.step, groups, run.version, counts)
 
 
 @dataclass(slots=True)

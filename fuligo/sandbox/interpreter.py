@@ -203,42 +203,42 @@ class _Running:
         os.write(self._freed, b".")
 
 
+@dataclass(slots=True)
 class _Supervisor:
     """First process of a session's PID namespace: when it ends, the kernel kills all others in the namespace."""
 
-    def __init__(self, session: socket.socket, limits: Limits, running: _Running) -> None:
-        self._session = session
-        self._limits = limits
-        self._running = running
-        self._interpreter: _Interpreter | None = None
+    session: socket.socket
+    limits: Limits
+    running: _Running
+    _interpreter: "_Interpreter | None" = None
 
     def serve(self) -> NoReturn:
         """Run programs until the session closes."""
         try:
-            build_root(Root(self._limits.binds, disk_bytes=self._limits.disk_bytes))
-            for line in self._session.makefile("rb"):
-                if not self._running.begin(self._session):
+            build_root(Root(self.limits.binds, disk_bytes=self.limits.disk_bytes))
+            for line in self.session.makefile("rb"):
+                if not self.running.begin(self.session):
                     break
                 try:
-                    _answer(self._session, {"started": True})
+                    _answer(self.session, {"started": True})
                     report = self._run(json.loads(line)["code"])
                 finally:
-                    self._running.end()
+                    self.running.end()
                 if report is None:
                     break
-                _answer(self._session, report)
+                _answer(self.session, report)
         except (UnavailableError, OSError) as error:
             with suppress(OSError):
-                _answer(self._session, {"unavailable": str(error)})
+                _answer(self.session, {"unavailable": str(error)})
         except BaseException:
             traceback.print_exc()
         os._exit(0)
 
     def _run(self, code: str) -> dict[str, Any] | None:
         """Run a program in the session's interpreter, a new one if there is none; return the report, None if the session closed."""
-        interpreter = self._interpreter or _Interpreter(self._limits)
-        call = _Call(interpreter, self._limits)
-        ended = call.run(code, self._session)
+        interpreter = self._interpreter or _Interpreter(self.limits)
+        call = _Call(interpreter, self.limits)
+        ended = call.run(code, self.session)
         if ended == "closed":
             return None
         if ended == "ok" and end_others(interpreter.pid):

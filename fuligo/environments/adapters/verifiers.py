@@ -15,7 +15,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,15 +24,6 @@ from fuligo.environments.environment import Row
 from fuligo.errors import ConfigError
 
 _KEY = "verifiers"
-
-
-class Endpoint(Protocol):
-    """URL and API key of a session of the gateway."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def api_key(self) -> str: ...
 
 
 class Task(BaseModel):
@@ -46,8 +37,10 @@ class Task(BaseModel):
     """Number of the task in its taskset, from 0."""
 
 
-async def play(session: Endpoint, row: Row) -> float:
+async def play(session: Any, row: Row) -> float:
     """Run the task of a row with verifiers and return the sum of its traces' rewards; for --agent.
+
+    `session` has the URL and the API key of the gateway: `base_url` and `api_key`.
 
     Raises ConfigError if the row or the installation does not fit, and RuntimeError if the harness, the tools or the scoring failed.
     """

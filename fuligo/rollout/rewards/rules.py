@@ -94,10 +94,6 @@ def _check_instructions(label: Any, metadata: dict[str, Any]) -> None:
         raise RewardError(str(error)) from error
 
 
-def _check_label(label: Any, metadata: dict[str, Any]) -> None:
-    gold_answers(label)
-
-
 async def _random(answer: str | None, sample: Sample, services: Services) -> float:
     return float(random.Random(sample.index).getrandbits(1))
 
@@ -107,10 +103,10 @@ async def _remote(answer: str | None, sample: Sample, services: Services) -> Any
 
 
 NAMED = {
-    "math": Rule(_answer_equals, stated_answer, check_row=_check_label),
-    "deepscaler": Rule(_answer_equals, deepscaler_answer, check_row=_check_label),
-    "dapo": Rule(_dapo, answer_line, keys=("score", "acc", "pred"), check_row=_check_label),
-    "f1": Rule(_f1, check_row=_check_label),
+    "math": Rule(_answer_equals, stated_answer, check_row=lambda label, metadata: gold_answers(label)),
+    "deepscaler": Rule(_answer_equals, deepscaler_answer, check_row=lambda label, metadata: gold_answers(label)),
+    "dapo": Rule(_dapo, answer_line, keys=("score", "acc", "pred"), check_row=lambda label, metadata: gold_answers(label)),
+    "f1": Rule(_f1, check_row=lambda label, metadata: gold_answers(label)),
     "gpqa": Rule(_gpqa, check_row=Question.of),
     "ifbench": Rule(_ifbench, check_row=_check_instructions),
     "random": Rule(_random),

@@ -48,16 +48,14 @@ class RewardRunner:
         """
         if custom is None:
             check_reward(flags)
-        if flags.group_rm and custom is None:
-            raise ConfigError("--group-rm needs --custom-rm-path: the built-in rewards judge one sample at a time")
         self._flags = flags
         self._optional = optional
         self._custom = custom
         self._extra = extra
-        self._symbolic = WorkerPool("symbolic_judge.py", flags.rm_num_workers, flags.rm_timeout_s)
-        self._instructions = WorkerPool("instructions.py", flags.rm_num_workers, flags.rm_timeout_s)
+        judges = ("symbolic_judge.py", "instructions.py")
+        self._pools = symbolic, instructions = [WorkerPool(judge, flags.rm_num_workers, flags.rm_timeout_s) for judge in judges]
         remote = RemoteReward(flags.rm_url, timeout_s=flags.rm_timeout_s, retries=flags.rm_retries)
-        self._services = Services(SymbolicComparison(self._symbolic), self._instructions, remote)
+        self._services = Services(SymbolicComparison(symbolic), instructions, remote)
 
     async def __call__(self, group: SampleGroup) -> None:
         judged = [sample for sample in group.samples if sample.finished and sample.status is not SampleStatus.FAILED]
@@ -69,8 +67,8 @@ class RewardRunner:
     async def close(self) -> None:
         """Stop the worker processes and close the connections."""
         await self._services.remote.close()
-        await self._symbolic.close()
-        await self._instructions.close()
+        for pool in self._pools:
+            await pool.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from fuligo.answers.equality import equal_answers
 
 
 def prepare() -> None:
-    """Import sympy, which takes about a second."""
+    """Compare once, so that sympy has imported all that it needs."""
     equal_expressions("x", "y")
 
 

@@ -21,8 +21,8 @@ def main(judge_file: str, replies: TextIO) -> None:
     """Answer the requests on standard input until it ends. `judge_file` is a module with `prepare()` and `judge(**request) -> bool`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its input
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    module = runpy.run_path(judge_file)
     try:
+        module = runpy.run_path(judge_file)
         module["prepare"]()
     except Exception as error:
         _reply(replies, {"error": f"a reward worker cannot import its judge: {error}"})

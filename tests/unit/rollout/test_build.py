@@ -9,7 +9,7 @@ import pytest
 from fuligo.config import Config
 from fuligo.config.groups import ClusterFlags, DataFlags, ModelFlags, RewardFlags, RolloutFlags
 from fuligo.engines.group import EngineGroup
-from fuligo.errors import ConfigError, HookError, RolloutError
+from fuligo.errors import HookError, RolloutError
 from fuligo.rollout.build import Sampling, _resized_images, build_sampling
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_source import CustomSource
@@ -95,12 +95,6 @@ async def test_a_whole_rollout_of_the_user_s_own(hooks: str):
     sampling = await build(rollout_function_path=f"{hooks}:rollout")
     with pytest.raises(RolloutError, match="--rollout-function-path must return"):
         await sampling.method.rollout(0)
-
-
-@pytest.mark.parametrize("flags", [{"max_staleness": 1}, {"buffer_filter_path": "fuligo.rollout.filters.pop_first"}])
-async def test_what_the_user_s_own_source_does_itself_is_refused_besampling_it(hooks: str, flags: dict[str, Any]):
-    with pytest.raises(ConfigError, match="has no effect with --data-source-path"):
-        await build({"data_source_path": f"{hooks}:Source"}, partial_rollout=True, **flags)
 
 
 async def test_a_filter_that_cannot_be_called_as_one_is_refused(hooks: str):

@@ -26,7 +26,6 @@ def test_it_is_complete_the_moment_enough_groups_are_kept():
     sampling.finish(1, None)
     assert sampling.complete
     assert sampling.chosen() == [1, 3]
-    assert sampling.in_flight == [0, 2]
 
 
 def test_another_wave_is_due_when_kept_and_in_flight_cannot_fill_the_rollout():
@@ -51,7 +50,7 @@ def test_what_finishes_after_the_rollout_is_full_is_surplus():
     for index in (2, 0):
         sampling.finish(index, None)
     assert sampling.chosen() == [2]
-    assert sampling.surplus() == [0]
+    assert sampling.num_kept == 2
 
 
 def test_in_submission_order_the_first_submitted_fill_it_however_long_they_take():
@@ -64,7 +63,7 @@ def test_in_submission_order_the_first_submitted_fill_it_however_long_they_take(
     sampling.finish(1, None)
     assert sampling.complete
     assert sampling.chosen() == [1, 2]
-    assert sampling.surplus() == [3]
+    assert sampling.num_kept == 3
 
 
 def test_used_up_waves_end_with_an_error_that_says_what_was_dropped_and_why():
@@ -95,7 +94,8 @@ def test_the_books_balance_and_the_choice_is_the_brute_force_one(target: int, su
         if sampling.needs_wave:
             sampling.begin_wave()
             sampling.submit(range(sampling.num_submitted, sampling.num_submitted + target + surplus))
-        index = data.draw(st.sampled_from(sampling.in_flight))
+        judged = {index for index, _ in finished}
+        index = data.draw(st.sampled_from([index for index in range(sampling.num_submitted) if index not in judged]))
         kept = data.draw(st.booleans()) or sampling.num_waves > 5
         sampling.finish(index, None if kept else "dropped")
         finished.append((index, kept))
@@ -103,6 +103,5 @@ def test_the_books_balance_and_the_choice_is_the_brute_force_one(target: int, su
     order = sorted(finished) if in_order else finished
     accepted = [index for index, kept in order if kept]
     assert sampling.chosen() == sorted(accepted[:target])
-    assert sampling.surplus() == sorted(accepted[target:])
-    everything = [*sampling.chosen(), *sampling.surplus(), *sampling.dropped, *sampling.in_flight]
-    assert sorted(everything) == list(range(sampling.num_submitted))
+    assert sampling.num_kept == len(accepted)
+    assert sorted(sampling.dropped) == sorted(index for index, kept in finished if not kept)

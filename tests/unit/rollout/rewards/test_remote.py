@@ -71,7 +71,7 @@ async def test_a_transient_failure_is_retried(make_group: MakeGroup, serve: Any)
 
 
 @pytest.mark.parametrize(
-    ("answer", "tries", "reason", "text"),
+    ("answer", "tries", "text"),
     [
         (lambda: web.Response(status=500), 2, "500"),
         (lambda: web.Response(status=404), 1, "404"),

@@ -153,8 +153,6 @@ def test_contradictory_settings_are_refused() -> None:
         RewardRunner(RewardFlags(rm_type="boxed_remote_rm"))
     with pytest.raises(ConfigError, match="choose --reward-key score"):
         RewardRunner(RewardFlags(rm_type="dapo"))
-    with pytest.raises(ConfigError, match="--group-rm needs --custom-rm-path"):
-        RewardRunner(RewardFlags(rm_type="math", group_rm=True))
 
 
 def test_the_worker_imports_little() -> None:

@@ -21,8 +21,7 @@ from fuligo.formats.hugging_face import read_model_config
 from fuligo.job.engines import Engines
 from fuligo.limits import collector_paused
 from fuligo.models.vision.placing import prompt_images
-from fuligo.rollout.build import build_generators, build_sampling, vocab_size
-from fuligo.rollout.build_evaluation import build_evaluator
+from fuligo.rollout.build import build_evaluator, build_generators, build_sampling, vocab_size
 from fuligo.rollout.continuous import ContinuousRunner
 from fuligo.rollout.evaluate import Evaluates
 from fuligo.rollout.given import SavedRollouts, SupervisedRollouts

@@ -1,4 +1,4 @@
-"""Construction of the rollout side of a run from its configuration."""
+"""Construction of the rollout side of a run, and of its evaluator, from its configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fuligo.config import Config
 from fuligo.config.args_view import ArgsView
-from fuligo.config.hooks import Hook, hook_of, reraised
+from fuligo.config.hooks import Hook, hook_of, load_hook, reraised
+from fuligo.data.dataset import PromptDataset, PromptTooLongError
 from fuligo.data.source import PromptSource
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.engine import Engine
@@ -18,26 +19,32 @@ from fuligo.engines.group import EngineGroup
 from fuligo.environments.isolation.factory import environment_factory
 from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
-from fuligo.errors import HookError
+from fuligo.errors import DataError, HookError
 from fuligo.formats.hugging_face import read_model_config
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Policy
 from fuligo.models.routing import RoutingShape
+from fuligo.models.vision.placing import prompt_images
 from fuligo.models.vision.processor import ImageProcessor, ResizedImages
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.continuous import Admission, ContinuousRunner
+from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.custom_generate import CustomGenerate
 from fuligo.rollout.custom_rollout import CustomRollout
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.episodes import Episodes, Limits
+from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs
+from fuligo.rollout.evaluate import EvalSet, Evaluates, Evaluator
 from fuligo.rollout.filters import all_samples, buffer_filter, group_filter, sample_filter
 from fuligo.rollout.generate import SingleTurn, sampling_params
 from fuligo.rollout.producer import Activity, CountedEngine
 from fuligo.rollout.protocol import GenerateFn, GroupStream, RewardFn, RolloutMethod
+from fuligo.rollout.rewards import CustomReward, RewardRunner
 from fuligo.rollout.runner import RolloutRunner, RunnerParts
 from fuligo.rollout.sampler import Sampler, Turns
 from fuligo.rollout.source import POP_FIRST, GroupSource
 from fuligo.rollout.teacher import RewardWithTeacher, ServedTeacher
+from fuligo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -225,6 +232,81 @@ def _episodes(config: Config, factory: EnvironmentFactory, single_turn: SingleTu
             max_context_len=flags.rollout_max_context_len,
         ),
     )
+
+
+def build_evaluator(
+    config: Config,
+    *,
+    engines: EngineGroup,
+    tokenizer: PreTrainedTokenizerBase,
+    generate: GenerateFn,
+    reward: RewardFn,
+    policy_version: Callable[[], int],
+) -> Evaluates | None:
+    """Build the evaluator; return None if there are neither evaluation datasets nor an --eval-function-path.
+
+    `reward`, that of training, judges datasets that set none. Raises ConfigError, DataError or HookError if a dataset or hook is invalid.
+    """
+    specs = eval_set_specs(config)
+    hook = hook_of(config, "eval_function_path")
+    if not specs and hook is None:
+        return None
+    sets = [
+        EvalSet(
+            name=spec.name,
+            prompts=_eval_prompts(config, spec, tokenizer),
+            num_samples=spec.n_samples_per_eval_prompt or config.eval.n_samples_per_eval_prompt,
+            params=spec.sampling_params(config),
+            reward=_eval_reward(config, spec) if spec.has_own_reward(config) else reward,
+            reward_key=spec.reward_key or config.resolved_eval_reward_key,
+        )
+        for spec in specs
+    ]
+    if hook is not None:
+        return CustomEvaluator(
+            hook,
+            ArgsView(config),
+            sets,
+            generate,
+            EvalSetSpec(name="default", path=["none"]).sampling_params(config),
+            policy_version=policy_version,
+            reward_key=config.resolved_eval_reward_key,
+            vocab_size=vocab_size(config),
+        )
+    own_rewards = [eval_set.reward for eval_set in sets if isinstance(eval_set.reward, RewardRunner) and eval_set.reward is not reward]
+    return Evaluator(
+        sets,
+        generate,
+        engines,
+        seed=config.data.rollout_seed,
+        concurrency=config.resolved_rollout_concurrency,
+        timeout_s=config.sample_timeout_s,
+        aligned=reproducible(config),
+        on_close=[own.close for own in own_rewards],
+    )
+
+
+def _eval_prompts(config: Config, spec: EvalSetSpec, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    dataset = PromptDataset.open(spec.path, spec.data_flags(config), tokenizer, prompt_images(config))
+    prompts: list[Prompt] = []
+    num_skipped = 0
+    for row in range(len(dataset)):
+        try:
+            prompts.append(dataset[row])
+        except DataError as error:
+            if not isinstance(error, PromptTooLongError) and not config.data.skip_bad_rows:
+                raise
+            num_skipped += 1
+    if num_skipped:
+        logger.warning("evaluation %s: skipped %d of %d rows, which are too long or malformed", spec.name, num_skipped, len(dataset))
+    return prompts
+
+
+def _eval_reward(config: Config, spec: EvalSetSpec) -> RewardRunner:
+    flags = spec.reward_flags(config)
+    path = flags.custom_rm_path
+    custom = None if path is None else CustomReward(load_hook("custom_rm_path", path), ArgsView(config), flags.rm_timeout_s)
+    return RewardRunner(flags, custom)
 
 
 def vocab_size(config: Config) -> int | None:

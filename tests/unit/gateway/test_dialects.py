@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from fuligo.gateway.session import Session
-from fuligo.rollout.agent_samples import branches
+from fuligo.rollout.agents import branches
 from tests.unit.environments.conversations import ADD, ENDS, ids, tokenizer
 from tests.unit.gateway.test_server import Says, opened
 from tests.unit.gateway.world import RandomEngine, check_exact

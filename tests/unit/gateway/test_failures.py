@@ -14,7 +14,7 @@ from fuligo.errors import EngineError
 from fuligo.gateway.conversation import Turn
 from fuligo.gateway.server import Gateway
 from fuligo.gateway.session import Session
-from fuligo.rollout.agent_samples import branches
+from fuligo.rollout.agents import branches
 from fuligo.types import IntArray
 from tests.unit.environments.conversations import ENDS, ids, tokenizer
 from tests.unit.gateway.test_server import QUESTION, opened

@@ -16,8 +16,7 @@ from fuligo.data.dataset import PromptDataset
 from fuligo.data.source import PromptSource
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings, launch_embedded
 from fuligo.engines.group import EngineGroup
-from fuligo.rollout.build import Sampling, build_sampling
-from fuligo.rollout.build_evaluation import build_evaluator
+from fuligo.rollout.build import Sampling, build_evaluator, build_sampling
 from fuligo.rollout.protocol import Rollout, RolloutState
 from fuligo.rollout.rewards import reward_runner
 from fuligo.types import Sample, SampleStatus

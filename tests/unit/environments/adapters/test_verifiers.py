@@ -16,7 +16,7 @@ from fuligo.environments.adapters import verifiers
 from fuligo.environments.environment import Row
 from fuligo.errors import ConfigError
 from fuligo.gateway.server import Gateway
-from fuligo.rollout.agent_samples import branches
+from fuligo.rollout.agents import branches
 from fuligo.types import IntArray
 from tests.unit.environments.conversations import ENDS, ids, tokenizer
 from tests.unit.gateway.world import PARAMS, RandomEngine, check_exact, policy

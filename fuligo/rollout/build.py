@@ -28,9 +28,8 @@ from fuligo.models.vision.placing import prompt_images
 from fuligo.models.vision.processor import ImageProcessor, ResizedImages
 from fuligo.rollout.agents import AgentGenerate
 from fuligo.rollout.continuous import Admission, ContinuousRunner
-from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.custom_generate import CustomGenerate
-from fuligo.rollout.custom_rollout import CustomRollout
+from fuligo.rollout.custom_rollout import CustomEvaluator, CustomRollout
 from fuligo.rollout.custom_source import CustomSource
 from fuligo.rollout.episodes import Episodes, Limits
 from fuligo.rollout.eval_sets import EvalSetSpec, eval_set_specs

@@ -231,10 +231,13 @@ class ContinuousRunner:
             reward_key=self._parts.reward_key,
         )
         rollout = self._parts.rollout(step, groups, self._request.version, counts)
-        queued = [SampleGroup(group.index, group.row, list(map(snapshot, group.samples))) for group in self._queue.values()]
-        pending = sorted([*queued, *self._tasks.snapshots()], key=lambda group: group.index)
-        rollout.state = replace(rollout.state, buffer=pending)
+        rollout.state = replace(rollout.state, buffer=self._pending())
         return rollout
+
+    def _pending(self) -> list[SampleGroup]:
+        """Return copies of the groups that are queued and in flight, ordered by index."""
+        queued = [SampleGroup(group.index, group.row, list(map(snapshot, group.samples))) for group in self._queue.values()]
+        return sorted([*queued, *self._tasks.snapshots()], key=lambda group: group.index)
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class Evaluation:
 
 
 class Evaluates(Protocol):
-    """Evaluation of the current weights: `Evaluator`, or a user's function (`custom_eval.CustomEvaluator`)."""
+    """Evaluation of the current weights: `Evaluator`, or a user's function (`custom_rollout.CustomEvaluator`)."""
 
     async def evaluate(self, rollout_id: int) -> Evaluation:
         """Evaluate the weights after `rollout_id` rollouts."""

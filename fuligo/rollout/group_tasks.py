@@ -127,7 +127,7 @@ class GroupTasks:
             self._snapshots[group.index][position] = [snapshot(sample) for sample in samples]
             return group_may_continue(group)
 
-        part[:] = await self.sampler.sample_to_end(part[0], self.params, may_continue)
+        part[:] = await self.sampler.sample(part[0], self.params, may_continue)
         self._snapshots[group.index][position] = [snapshot(sample) for sample in part]
 
     async def _judge(self, group: SampleGroup) -> None:

@@ -91,25 +91,23 @@ class Sampler:
         if isinstance(self.generate, Interruptible):
             self.generate.interrupt()
 
-    async def sample(self, sample: Sample, params: SamplingParams) -> list[Sample]:
-        """Generate one sample until it is finished, failed or aborted; a GenerateFn may split it into several."""
-        async with self.turns:
-            if not self.open:
-                return [sample]
-            return await self._generate_once(sample, params)
+    async def sample(
+        self, sample: Sample, params: SamplingParams, may_continue: Callable[[Sequence[Sample]], bool] | None = None
+    ) -> list[Sample]:
+        """Generate one sample until it is finished, failed or aborted; a GenerateFn may split it into several.
 
-    async def sample_to_end(self, sample: Sample, params: SamplingParams, may_continue: Callable[[Sequence[Sample]], bool]) -> list[Sample]:
-        """Generate like `sample`, but continue interrupted responses at once, without giving up the turn.
-
-        `may_continue` is called with the samples so far before every request; if it returns False, they are returned.
+        With `may_continue`, interrupted responses continue at once, without giving up the turn. It is called with the samples so far
+        before every request; if it returns False, they are returned.
         """
         async with self.turns:
             samples = [sample]
             progress_s = time.monotonic()
-            while self.open and not all(part.finished for part in samples) and may_continue(samples):
+            while self.open and not all(part.finished for part in samples) and (may_continue is None or may_continue(samples)):
                 before = _num_tokens(samples)
                 parts = [[part] if part.finished else await self._generate_once(part, params) for part in samples]
                 samples = [piece for part in parts for piece in part]
+                if may_continue is None:
+                    break
                 if _num_tokens(samples) > before:
                     progress_s = time.monotonic()
                 elif time.monotonic() - progress_s > self.timeout_s:

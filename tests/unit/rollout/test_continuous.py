@@ -241,7 +241,7 @@ class TestState:
         await given.sync()
         await given.runner.rollout(1)
         await pass_ticks(100)
-        queued = saved(given.runner._state(1))
+        queued = saved(replace(given.runner._parts.source.state(1), buffer=given.runner._pending()))
         resumed = continuous(engine=ScriptedEngine(version=2), max_staleness=1, num_rollout=3, state=queued)
         assert rows_of(await asyncio.wait_for(resumed.runner.rollout(2), 120)) == [4, 5]
         assert resumed.engine.requests == [], "the last rollout was there already"
@@ -294,7 +294,7 @@ class TestState:
         first = await given.runner.rollout(0)
         assert rows_of(first) == [0, 1]
         await pass_ticks(200)
-        assert [sample.status for sample in samples_of(given.runner._state(0).buffer)] == [SampleStatus.PENDING] * 4
+        assert [sample.status for sample in samples_of(given.runner._pending())] == [SampleStatus.PENDING] * 4
         await given.runner.close()
 
 

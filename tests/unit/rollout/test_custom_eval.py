@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fuligo.errors import RolloutError
-from fuligo.rollout.custom_eval import CustomEvaluator
 from fuligo.rollout.custom_generate import continue_sample
+from fuligo.rollout.custom_rollout import CustomEvaluator
 from fuligo.rollout.evaluate import EvalSet
 from fuligo.rollout.generate import SingleTurn, sampling_params
 from tests.unit.rollout.scripted import Rows, ScriptedReward, Tokenizer, world

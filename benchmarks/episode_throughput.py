@@ -40,7 +40,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from fuligo.data.template import ChatTemplate
 from fuligo.engines.generation import Generation, RequestOptions, SamplingParams
 from fuligo.engines.group import EngineGroup
-from fuligo.environments.isolation.factory import MakesEnvironments
+from fuligo.environments.load import EnvironmentFactory
 from fuligo.environments.rendering import Renderer
 from fuligo.limits import freeze_garbage_collector
 from fuligo.models.directory import end_ids_of
@@ -109,7 +109,7 @@ class Recorder:
 
 
 async def run_rollout(
-    args: argparse.Namespace, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, environments: MakesEnvironments
+    args: argparse.Namespace, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, environments: EnvironmentFactory
 ) -> Measured:
     """Run a rollout of the real runner."""
     recorder = Recorder(engines, args.tokens)

@@ -3,9 +3,9 @@
 from typing import Any
 
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Start, Step, Tool, ToolResult
-from fuligo.environments.isolation.factory import IsolatedFactory, MakesEnvironments
+from fuligo.environments.isolation.factory import IsolatedFactory
 from fuligo.environments.isolation.workers import Workers
-from fuligo.environments.load import load_environment
+from fuligo.environments.load import EnvironmentFactory, load_environment
 
 QUESTION = "What is 695 + 830? Think step by step and box the answer."
 ADD = Tool("add", "Add two numbers.", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})
@@ -53,7 +53,7 @@ class Story(Environment):
         return Step(reward=1.0, done=True) if turn.last else Step([{"role": "user", "content": ANSWER}])
 
 
-def made_environments(name: str, settings: dict[str, Any], isolation: str) -> MakesEnvironments:
+def made_environments(name: str, settings: dict[str, Any], isolation: str) -> EnvironmentFactory:
     """Return the factory for an environment class of this module. `isolation`: as in `--environment-isolation`."""
     path = f"{__name__}.{name}"
     loaded = load_environment(path, settings)

@@ -26,7 +26,15 @@ function refill(node, ...children) {
   return fill(node, {}, children);
 }
 
-const element = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+// `element("div.card.wide", { title }, ...children)`: tag and classes, attributes if there are any, children.
+function element(name, ...rest) {
+  const [tag, ...classes] = name.split(".");
+  const attributes = rest[0]?.constructor === Object ? rest.shift() : {};
+  const node = document.createElement(tag);
+  node.classList.add(...classes);
+  return fill(node, attributes, rest);
+}
+
 const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
 const section = (id, title, ...children) =>
@@ -34,38 +42,28 @@ const section = (id, title, ...children) =>
 
 // Head of a table; `isNumber` tells which columns hold numbers.
 const tableHead = (titles, isNumber = () => false) =>
-  element(
-    "thead",
-    {},
-    element(
-      "tr",
-      {},
-      titles.map((title, at) => element("th", { scope: "col", class: isNumber(at) ? "number" : null }, title)),
-    ),
-  );
+  element("thead", element("tr", titles.map((title, at) => element("th", { scope: "col", class: isNumber(at) ? "number" : null }, title))));
 
-const tableBody = (rows) => element("tbody", {}, rows.map((cells) => element("tr", {}, cells)));
+const tableBody = (rows) => element("tbody", rows.map((cells) => element("tr", cells)));
 // Table with one row for each list of cells.
 const table = (attributes, titles, rows, isNumber) => element("table", attributes, tableHead(titles, isNumber), tableBody(rows));
-const numberCell = (text) => element("td", { class: "number" }, text);
+const numberCell = (text) => element("td.number", text);
 const rowTitle = (...children) => element("th", { scope: "row" }, ...children);
 
-const swatch = (colour) => element("span", { class: "swatch", ...colour });
+const swatch = (colour) => element("span.swatch", colour);
 
 function cards(list) {
   return element(
-    "div",
-    { class: "cards" },
+    "div.cards",
     list
       .filter(Boolean)
       .map(([label, value, text, bar]) =>
         element(
-          "div",
-          { class: "card" },
-          element("span", { class: "card-label" }, label),
-          element("strong", {}, value),
-          element("span", { class: "card-text" }, text ?? ""),
-          bar === undefined || bar === null ? null : element("div", { class: "progress" }, element("div", { "--width": percent(bar) })),
+          "div.card",
+          element("span.card-label", label),
+          element("strong", value),
+          element("span.card-text", text ?? ""),
+          bar === undefined || bar === null ? null : element("div.progress", element("div", { "--width": percent(bar) })),
         ),
       ),
   );
@@ -76,24 +74,24 @@ function choice(label, name, options, value, choose, kind = "choice") {
   return element(
     "fieldset",
     { class: kind },
-    element("legend", {}, label),
+    element("legend", label),
     options.map(([key, text, title]) =>
       element(
         "label",
         { title },
         element("input", { type: "radio", name, value: key, checked: key === value, onchange: () => choose(key) }),
-        element("span", {}, text),
+        element("span", text),
       ),
     ),
   );
 }
 
 // Lane of a timeline; `track` has the class lane-track.
-const timelineLane = (label, track) => element("div", { class: "lane" }, element("div", { class: "lane-label" }, label), track);
+const timelineLane = (label, track) => element("div.lane", element("div.lane-label", label), track);
 
 function timelineAxis(end, ticks, text) {
-  const marks = ticks.map((tick) => element("span", { class: "tick", "--left": percent(tick / end) }, tick === 0 ? "0" : text(tick)));
-  return fill(timelineLane(null, element("div", { class: "lane-track" }, marks)), { class: "lane axis", "aria-hidden": "true" }, []);
+  const marks = ticks.map((tick) => element("span.tick", { "--left": percent(tick / end) }, tick === 0 ? "0" : text(tick)));
+  return fill(timelineLane(null, element("div.lane-track", marks)), { class: "lane axis", "aria-hidden": "true" }, []);
 }
 
 const percent = (share) => `${(100 * share).toFixed(3)}%`;

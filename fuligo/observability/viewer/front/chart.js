@@ -21,12 +21,12 @@ class Chart {
   // bands: [{first, last, severity}] along the x axis.
   constructor({ title, unit = "", zoom = () => {}, format = figure }) {
     Object.assign(this, { title, unit, zoom, format, series: [], bands: [], kind: "step", log: false, range: null });
-    this.value = element("span", { class: "chart-value" });
+    this.value = element("span.chart-value");
     this.plot = svg("svg", { class: "plot", height: CHART.height, "aria-hidden": "true" });
     this.node = element(
-      "figure",
-      { class: "chart", tabindex: 0, role: "img", "aria-label": title },
-      element("figcaption", {}, element("span", { class: "chart-title" }, title), this.value),
+      "figure.chart",
+      { tabindex: 0, role: "img", "aria-label": title },
+      element("figcaption", element("span.chart-title", title), this.value),
       this.plot,
     );
     this.plot.addEventListener("pointermove", (event) => this.moved(event));
@@ -202,12 +202,7 @@ class Chart {
     if (!near.length) return;
     const lines = near.map(({ one, point, raw }) => {
       const exact = raw && raw.y !== point.y ? ` (${this.format(raw.y)})` : "";
-      return element(
-        "span",
-        { class: "tip-line" },
-        swatch(one.colour),
-        `${near.length > 1 ? `${one.name}  ` : ""}${this.format(point.y)}${exact}`,
-      );
+      return element("span.tip-line", swatch(one.colour), `${near.length > 1 ? `${one.name}  ` : ""}${this.format(point.y)}${exact}`);
     });
     showTooltip([`${AXES[this.kind]} ${axisText(this.kind, near[0].point.x)}`, ...lines], clientX, clientY);
   }

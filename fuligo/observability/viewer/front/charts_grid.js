@@ -62,7 +62,7 @@ function withoutRepetition({ groups, rest }, points) {
 class ChartsGrid {
   constructor({ zoom }) {
     this.zoom = zoom;
-    this.node = element("div", { class: "grid-charts" });
+    this.node = element("div.grid-charts");
     this.charts = new Map();
   }
 

@@ -18,11 +18,11 @@ const notes = (texts, kind = "warning") =>
     ? element(
         "ul",
         { class: `notes ${kind}` },
-        texts.map((text) => element("li", {}, text)),
+        texts.map((text) => element("li", text)),
       )
     : null;
 
-const empty = (text) => element("p", { class: "empty" }, text);
+const empty = (text) => element("p.empty", text);
 
 function pill(text, kind = "") {
   return element("span", { class: `pill ${kind}` }, text);
@@ -38,5 +38,5 @@ function afterPause(work, pause_ms = 250) {
 }
 
 function download(href, text) {
-  return element("a", { class: "quiet", href, download: "" }, text);
+  return element("a.quiet", { href, download: "" }, text);
 }

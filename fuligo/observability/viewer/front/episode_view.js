@@ -20,10 +20,10 @@ function episodePart(sample, reveal) {
     sample.num_parts > 1 ? `this is sample ${sample.part + 1} of ${sample.num_parts} of the episode` : null,
   ];
   return element(
-    "section",
-    { class: "part", "aria-label": "Episode" },
-    element("h3", {}, "Episode"),
-    element("p", { class: "soft" }, facts.filter(Boolean).join(" · ")),
+    "section.part",
+    { "aria-label": "Episode" },
+    element("h3", "Episode"),
+    element("p.soft", facts.filter(Boolean).join(" · ")),
     folded("First messages", entries.filter(({ turn }) => turn === 0).map(spokenMessage)),
     turns.map((messages, at) => turnCard(sample, at + 1, messages, reveal)),
   );
@@ -33,18 +33,17 @@ function turnCard(sample, number, messages, reveal) {
   const answer = messages[0] ?? {};
   const here = answer.sample === sample.part && answer.num_tokens > 0;
   return element(
-    "article",
-    { class: "turn", "aria-label": `Turn ${number}` },
+    "article.turn",
+    { "aria-label": `Turn ${number}` },
     element(
-      "header",
-      { class: "turn-head" },
-      element("b", {}, `Turn ${number}`),
+      "header.turn-head",
+      element("b", `Turn ${number}`),
       typeof answer.reward === "number" ? element("span", { class: `pill ${answer.reward > 0 ? "good" : ""}` }, `reward ${signed(answer.reward)}`) : null,
-      element("span", {}, count(answer.num_tokens ?? 0, "token")),
-      element("span", {}, `sampled in ${fine(answer.seconds ?? 0)}`),
-      answer.environment_s ? element("span", {}, `environment ${fine(answer.environment_s)}`) : null,
-      sample.num_parts > 1 ? element("span", {}, `sample ${(answer.sample ?? 0) + 1}`) : null,
-      here ? element("button", { type: "button", class: "quiet", onclick: () => reveal(answer.first_token) }, "Tokens") : null,
+      element("span", count(answer.num_tokens ?? 0, "token")),
+      element("span", `sampled in ${fine(answer.seconds ?? 0)}`),
+      answer.environment_s ? element("span", `environment ${fine(answer.environment_s)}`) : null,
+      sample.num_parts > 1 ? element("span", `sample ${(answer.sample ?? 0) + 1}`) : null,
+      here ? element("button.quiet", { type: "button", onclick: () => reveal(answer.first_token) }, "Tokens") : null,
     ),
     messages.map(spokenMessage),
   );
@@ -52,8 +51,8 @@ function turnCard(sample, number, messages, reveal) {
 
 function spokenMessage(entry) {
   const line = (role, kind, ...body) =>
-    element("div", { class: `message ${kind}` }, element("span", { class: "role" }, role), element("div", { class: "prose" }, ...body));
-  const calls = (entry.tool_calls ?? []).map((call) => line("calls", "call", element("b", {}, call.name), ` ${call.arguments ?? ""}`));
+    element("div", { class: `message ${kind}` }, element("span.role", role), element("div.prose", ...body));
+  const calls = (entry.tool_calls ?? []).map((call) => line("calls", "call", element("b", call.name), ` ${call.arguments ?? ""}`));
   const outcome = entry.role === "tool" && [entry.name, entry.seconds === null ? null : fine(entry.seconds)].filter(Boolean).join(", ");
   return [
     entry.reasoning ? line("thinking", "thinking", entry.reasoning) : null,
@@ -61,7 +60,7 @@ function spokenMessage(entry) {
       ? line(
           OUTCOMES[entry.role] ?? entry.role,
           entry.failed ? "failed" : (OUTCOMES[entry.role] ?? ""),
-          outcome ? element("span", { class: "outcome" }, entry.failed ? `${outcome}: failed` : outcome) : null,
+          outcome ? element("span.outcome", entry.failed ? `${outcome}: failed` : outcome) : null,
           entry.content || "(nothing)",
         )
       : null,

@@ -1,24 +1,18 @@
 // Health: alarms in words, with the curves behind them.
 
-class Health {
+class Health extends View {
   constructor(root) {
-    this.alarms = element("section", { class: "headline", "aria-label": "Alarms" });
+    super();
+    this.alarms = element("section.headline", { "aria-label": "Alarms" });
     this.grid = new ChartsGrid({ zoom: () => {} });
     this.log = element("section", { id: "log" });
-    root.append(this.alarms, element("section", {}, element("h2", {}, "Watched metrics"), this.grid.node), this.log);
-    this.refresh = oneAtATime(() => this.load());
+    root.append(this.alarms, element("section", element("h2", "Watched metrics"), this.grid.node), this.log);
     this.moved();
   }
 
-  moved() {
-    this.refresh();
-  }
-
-  updated() {
+  get state() {
     const { num_rows, generation } = chosenRun();
-    const state = `${generation} ${num_rows}`;
-    if (state !== this.known) this.refresh();
-    this.known = state;
+    return { num_rows, generation };
   }
 
   async load() {
@@ -36,7 +30,6 @@ class Health {
     this.alarms.replaceChildren(
       element(
         "h1",
-        {},
         run.num_rows === 0
           ? "No step is complete yet"
           : told.length
@@ -46,8 +39,7 @@ class Health {
               : "No alarms",
       ),
       element(
-        "p",
-        { class: "lead" },
+        "p.lead",
         health.alarms.length
           ? "Limits are rules of thumb; an alarm shows where to look."
           : `${count(health.watched.length, "curve")} watched, no alarm.`,
@@ -62,7 +54,7 @@ class Health {
     });
     this.log.replaceChildren(
       ...(health.log.length
-        ? [element("h2", {}, "Last warnings of the log"), element("pre", { class: "log" }, health.log.join("\n"))]
+        ? [element("h2", "Last warnings of the log"), element("pre.log", health.log.join("\n"))]
         : []),
     );
   }
@@ -72,12 +64,11 @@ class Health {
     return element(
       "article",
       { class: `alarm ${alarm.severity} ${alarm.ongoing ? "" : "over"}` },
-      element("h3", {}, alarm.title, alarm.ongoing ? null : pill("past")),
-      element("p", {}, alarm.text),
+      element("h3", alarm.title, alarm.ongoing ? null : pill("past")),
+      element("p", alarm.text),
       element(
-        "p",
-        { class: "alarm-links" },
-        element("code", {}, alarm.key),
+        "p.alarm-links",
+        element("code", alarm.key),
         link("samples of these steps", steps, "samples"),
         link(`time of step ${alarm.first_step}`, { step: alarm.first_step }, "time"),
       ),

@@ -1,22 +1,27 @@
 // Overview: state of the runs, and their curves.
 
-class Overview {
+const X_AXES = [
+  ["step", "Step"],
+  ["time", "Time"],
+  ["tokens", "Tokens"],
+];
+
+class Overview extends View {
   constructor(root) {
-    this.head = element("section", { class: "headline", "aria-label": "Runs" });
-    this.controls = element("div", { class: "controls" });
+    super();
+    this.head = element("section.headline", { "aria-label": "Runs" });
+    this.controls = element("div.controls");
     this.body = element("div");
     this.config = new RunSettings();
     this.grids = new Map();
     this.restOpen = false;
     root.append(this.head, this.controls, this.body, this.config.node);
-    this.drawControls();
-    this.refresh = oneAtATime(() => this.load());
     this.moved();
   }
 
   moved() {
     this.drawControls();
-    this.refresh();
+    super.moved();
   }
 
   updated() {
@@ -37,32 +42,18 @@ class Overview {
       this.sliderValue.textContent = smoothing.toFixed(2);
       return; // do not redraw while the user types
     }
-    this.slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.01, value: smoothing, "aria-label": "Smoothing" });
-    this.sliderValue = element("output", {}, smoothing.toFixed(2));
-    this.slider.addEventListener("input", () => go({ smooth: Number(this.slider.value) || null }, { quietly: true }));
-    this.zoomOut = element(
-      "button",
-      { type: "button", class: "quiet", hidden: !range, onclick: () => go({ from: null, to: null }) },
-      "Show all",
-    );
+    const smooth = (event) => go({ smooth: Number(event.target.value) || null }, { quietly: true });
+    const scale = { type: "range", min: 0, max: 0.98, step: 0.01, value: smoothing };
+    this.slider = element("input", { ...scale, "aria-label": "Smoothing", oninput: smooth });
+    this.sliderValue = element("output", smoothing.toFixed(2));
+    this.zoomOut = element("button.quiet", { type: "button", hidden: !range, onclick: () => go({ from: null, to: null }) }, "Show all");
     const search = element("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", value: find });
     search.addEventListener("input", () => go({ find: search.value }, { quietly: true }));
     this.controls.replaceChildren(
-      choice(
-        "X axis",
-        "x",
-        [
-          ["step", "Step"],
-          ["time", "Time"],
-          ["tokens", "Tokens"],
-        ],
-        kind,
-        (x) => go({ x: x === "step" ? null : x, from: null, to: null }),
-      ),
-      element("label", { class: "slider" }, "Smoothing", this.slider, this.sliderValue),
+      choice("X axis", "x", X_AXES, kind, (x) => go({ x: x === "step" ? null : x, from: null, to: null })),
+      element("label.slider", "Smoothing", this.slider, this.sliderValue),
       element(
-        "label",
-        { class: "check" },
+        "label.check",
         element("input", { type: "checkbox", checked: log, onchange: (event) => go({ log: event.target.checked ? 1 : null }) }),
         "Log scale",
       ),
@@ -108,11 +99,11 @@ class Overview {
   group(title, keys, find) {
     const grid = new ChartsGrid({ zoom: (ends) => go({ from: ends && ends[0].toPrecision(7), to: ends && ends[1].toPrecision(7) }) });
     this.grids.set(title, grid);
-    if (title !== "More" || find) return element("section", { class: "group" }, element("h2", {}, title), grid.node);
+    if (title !== "More" || find) return element("section.group", element("h2", title), grid.node);
     const details = element(
-      "details",
-      { class: "group", open: this.restOpen },
-      element("summary", {}, `${count(keys.length, "more metric")}`),
+      "details.group",
+      { open: this.restOpen },
+      element("summary", `${count(keys.length, "more metric")}`),
       grid.node,
     );
     details.addEventListener("toggle", () => {
@@ -145,12 +136,11 @@ class Overview {
     refill(
       this.head,
       element(
-        "div",
-        { class: "title" },
-        element("h1", {}, runs.length === 1 ? run.name : count(runs.length, "run")),
+        "div.title",
+        element("h1", runs.length === 1 ? run.name : count(runs.length, "run")),
         runs.length === 1 ? pill(alarmedText(run), stateClass(run)) : null,
       ),
-      runs.length === 1 ? this.runCards(run) : element("div", { class: "scroll" }, this.runTable()),
+      runs.length === 1 ? this.runCards(run) : element("div.scroll", this.runTable()),
       notes(problems),
     );
   }
@@ -187,14 +177,13 @@ class Overview {
     const rows = runs.map((run) => [
       rowTitle(
         element(
-          "label",
-          { class: "check" },
+          "label.check",
           element("input", { type: "checkbox", checked: !hidden.has(run.name), onchange: (event) => showRun(run.name, event.target.checked) }),
           swatch(runColour(run.name)),
           run.name,
         ),
       ),
-      element("td", {}, isLive(run) && run.now.doing ? run.now.doing : stateText(run), numAlarms(run) ? alarmBadge(run) : null),
+      element("td", isLive(run) && run.now.doing ? run.now.doing : stateText(run), numAlarms(run) ? alarmBadge(run) : null),
       numberCell(run.num_rollouts ? `${run.num_done} / ${run.num_rollouts}` : run.num_done),
       numberCell(figure(run.latest["rollout/reward_mean"], 3)),
       numberCell(run.now.step_s === null ? NOTHING : seconds(run.now.step_s)),

@@ -8,15 +8,14 @@ const PROMPT_COLUMNS = [
   ["num_samples", "Samples"],
 ];
 
-class Prompts {
+class Prompts extends View {
   constructor(root) {
-    this.controls = element("div", { class: "controls" });
-    this.found = element("p", { class: "found", role: "status" });
-    this.body = element("div", { class: "scroll" });
-    this.more = element("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.extend() }, "Show more");
+    super();
+    this.controls = element("div.controls");
+    this.found = element("p.found", { role: "status" });
+    this.body = element("div.scroll");
+    this.more = element("button.quiet", { type: "button", hidden: true, onclick: () => this.extend() }, "Show more");
     root.append(this.controls, this.found, this.body, this.more);
-    this.refresh = oneAtATime(() => this.load());
-    this.size = PROMPT_PAGE;
     this.moved();
   }
 
@@ -31,14 +30,12 @@ class Prompts {
   moved() {
     this.size = PROMPT_PAGE;
     this.drawControls();
-    this.refresh();
+    super.moved();
   }
 
-  updated() {
-    const run = chosenRun();
-    const state = `${run.name} ${run.num_samples} ${run.num_eval_samples}`;
-    if (state !== this.known) this.refresh();
-    this.known = state;
+  get state() {
+    const { name, num_samples, num_eval_samples } = chosenRun();
+    return { name, num_samples, num_eval_samples };
   }
 
   extend() {
@@ -73,17 +70,14 @@ class Prompts {
 
   table(rows) {
     return element(
-      "table",
-      { class: "prompts" },
+      "table.prompts",
       element(
         "thead",
-        {},
         element(
           "tr",
-          {},
           element("th", { scope: "col" }, "Prompt"),
           PROMPT_COLUMNS.map(([key, title]) => this.head(key, title)),
-          element("th", { scope: "col", class: "wide" }, "Mean reward by step"),
+          element("th.wide", { scope: "col" }, "Mean reward by step"),
         ),
       ),
       tableBody(rows.map((row) => this.cells(row))),
@@ -107,23 +101,20 @@ class Prompts {
     return [
       element(
         "td",
-        {},
-        element("button", { type: "button", class: "prompt", onclick: () => go(target, { view: "samples" }) }, row.text || "(not recorded)"),
+        element("button.prompt", { type: "button", onclick: () => go(target, { view: "samples" }) }, row.text || "(not recorded)"),
         isNamed ? [" ", pill(row.dataset)] : null,
       ),
       element(
-        "td",
-        { class: "number", title: row.pass_rate === null ? `no response${row.dataset ? " of this dataset" : ""} has a reward of at least 1` : null },
+        "td.number",
+        { title: row.pass_rate === null ? `no response${row.dataset ? " of this dataset" : ""} has a reward of at least 1` : null },
         row.pass_rate === null ? NOTHING : share(row.pass_rate),
       ),
-      element("td", { class: "number wide" }, figure(row.mean, 3)),
-      element("td", { class: "number" }, row.num_steps > 1 ? `${figure(row.first, 3)} → ${figure(row.last, 3)}` : figure(row.last, 3)),
-      element("td", { class: "number wide" }, row.num_samples),
-      element("td", { class: "wide" }, sparkline(row.steps)),
+      element("td.number.wide", figure(row.mean, 3)),
+      element("td.number", row.num_steps > 1 ? `${figure(row.first, 3)} → ${figure(row.last, 3)}` : figure(row.last, 3)),
+      element("td.number.wide", row.num_samples),
+      element("td.wide", sparkline(row.steps)),
     ];
   }
-
-  close() {}
 }
 
 // Mean reward by step as a small curve, from the least to the greatest.

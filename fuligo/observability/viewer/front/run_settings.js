@@ -17,14 +17,14 @@ class RunSettings {
     const { rows } = await ask("differences", { run: names });
     const heads = names.map((name) => [swatch(runColour(name)), name]);
     this.node.replaceChildren(
-      element("h2", {}, "Settings that differ"),
+      element("h2", "Settings that differ"),
       rows.length ? settingsTable(heads, rows) : empty("None. These runs have the same settings."),
     );
   }
 
   // Fetched on demand, because there are hundreds. A report has none, because environment variables in them may be confidential.
   offerAll(name) {
-    const details = element("details", { class: "all-settings" }, element("summary", {}, "Settings of this run"));
+    const details = element("details.all-settings", element("summary", "Settings of this run"));
     details.addEventListener(
       "toggle",
       async () => {
@@ -39,8 +39,8 @@ class RunSettings {
 
 function settingsTable(heads, rows) {
   const cells = rows.map((row) => [
-    rowTitle(element("span", { class: "soft" }, `${row.group} `), row.name),
-    row.values.map((value) => element("td", {}, element("code", {}, value))),
+    rowTitle(element("span.soft", `${row.group} `), row.name),
+    row.values.map((value) => element("td", element("code", value))),
   ]);
-  return element("div", { class: "scroll" }, table({ class: "settings" }, ["Setting", ...heads], cells));
+  return element("div.scroll", table({ class: "settings" }, ["Setting", ...heads], cells));
 }

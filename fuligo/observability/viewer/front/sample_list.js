@@ -7,8 +7,8 @@ const MAX_HEIGHT = 12_000_000; // limit of browsers
 class SampleList {
   constructor({ question, choose, status }) {
     Object.assign(this, { question, choose, status, total: 0, chosen: null, pages: new Map(), asking: new Map(), round: 0 });
-    this.lines = element("div", { class: "lines" });
-    this.node = element("div", { class: "sample-list", tabindex: 0, role: "listbox", "aria-label": "Samples" }, this.lines);
+    this.lines = element("div.lines");
+    this.node = element("div.sample-list", { tabindex: 0, role: "listbox", "aria-label": "Samples" }, this.lines);
     this.node.addEventListener("scroll", () => this.draw(), { passive: true });
     this.node.addEventListener("keydown", (event) => this.key(event));
     this.lines.addEventListener("click", (event) => {
@@ -70,7 +70,7 @@ class SampleList {
     for (let at = first; at < last; at++) {
       const row = this.line(at);
       if (!this.pages.has(Math.floor(at / PAGE_LINES))) this.fetchPage(Math.floor(at / PAGE_LINES));
-      drawn.push(row ? this.drawLine(row, at) : element("div", { class: "line waiting", "--top": `${at * LINE_HEIGHT}px` }));
+      drawn.push(row ? this.drawLine(row, at) : element("div.line.waiting", { "--top": `${at * LINE_HEIGHT}px` }));
     }
     this.lines.replaceChildren(...drawn);
     this.node.classList.toggle("none", this.total === 0);
@@ -79,9 +79,8 @@ class SampleList {
   drawLine(row, at) {
     const key = `${row.step}.${row.row}`;
     return element(
-      "div",
+      "div.line.sample",
       {
-        class: "line sample",
         role: "option",
         id: `line-${key}`,
         "aria-selected": String(key === this.chosen),
@@ -90,20 +89,19 @@ class SampleList {
         "data-at": at,
         "--top": `${at * LINE_HEIGHT}px`,
       },
-      element("span", { class: "line-step" }, row.step),
+      element("span.line-step", row.step),
       rewardPill(row.reward),
-      element("span", { class: "line-number", title: "tokens" }, row.length),
+      element("span.line-number", { title: "tokens" }, row.length),
       this.withAdvantage
-        ? element("span", { class: "line-number advantage", title: "advantage" }, row.advantage === null ? "" : signed(row.advantage, 2))
+        ? element("span.line-number.advantage", { title: "advantage" }, row.advantage === null ? "" : signed(row.advantage, 2))
         : null,
-      this.withEngines ? element("span", { class: "line-number engine", title: "engine" }, row.engine ?? NOTHING) : null,
+      this.withEngines ? element("span.line-number.engine", { title: "engine" }, row.engine ?? NOTHING) : null,
       element(
-        "span",
-        { class: "line-text" },
-        element("span", { class: "line-prompt" }, row.prompt),
-        element("span", { class: "line-response" }, row.response || (row.error ? `failed: ${row.error}` : "(empty)")),
+        "span.line-text",
+        element("span.line-prompt", row.prompt),
+        element("span.line-response", row.response || (row.error ? `failed: ${row.error}` : "(empty)")),
       ),
-      element("span", { class: "line-marks" }, ...marksOf(row)),
+      element("span.line-marks", ...marksOf(row)),
     );
   }
 

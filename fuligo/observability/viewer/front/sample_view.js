@@ -3,7 +3,7 @@
 class SampleView {
   constructor({ of, close, open }) {
     Object.assign(this, { of, closeIt: close, open });
-    this.node = element("article", { class: "sample-view", "aria-label": "Sample", tabindex: -1 });
+    this.node = element("article.sample-view", { "aria-label": "Sample", tabindex: -1 });
     this.latest = latestOnly();
     this.showRelated = oneAtATime(() => this.drawRelated());
   }
@@ -31,10 +31,10 @@ class SampleView {
       this.why(sample),
       this.prompt(sample),
       episodePart(sample, (at) => tokens.reveal(at)),
-      part("Answer", tokens.node, folded("As plain text", element("pre", { class: "prose" }, sample.response || "(nothing)"))),
+      part("Answer", tokens.node, folded("As plain text", element("pre.prose", sample.response || "(nothing)"))),
       this.group(sample),
-      (this.othersPart = element("section", { class: "part", "aria-label": "The same prompt in other runs", hidden: true })),
-      (this.historyPart = element("section", { class: "part", "aria-label": "This prompt over time" })),
+      (this.othersPart = element("section.part", { "aria-label": "The same prompt in other runs", hidden: true })),
+      (this.historyPart = element("section.part", { "aria-label": "This prompt over time" })),
       this.rest(sample),
     );
     this.node.scrollTop = 0;
@@ -76,10 +76,9 @@ class SampleView {
 
   bar(title) {
     return element(
-      "header",
-      { class: "sample-bar" },
-      element("h2", {}, title),
-      element("button", { type: "button", class: "quiet", onclick: () => this.closeIt() }, "Close"),
+      "header.sample-bar",
+      element("h2", title),
+      element("button.quiet", { type: "button", onclick: () => this.closeIt() }, "Close"),
     );
   }
 
@@ -112,11 +111,10 @@ class SampleView {
       ["took", spanText(sample.spans)],
     ];
     return element(
-      "dl",
-      { class: "sample-facts" },
+      "dl.sample-facts",
       facts
         .filter(([, value]) => value !== null && value !== undefined && value !== "")
-        .map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
+        .map(([name, value]) => element("div", element("dt", name), element("dd", value))),
     );
   }
 
@@ -140,8 +138,8 @@ class SampleView {
         element(
           "div",
           { class: `message ${source}`, title: source === "template" ? "added by the chat template" : null },
-          element("span", { class: "role" }, name),
-          element("div", { class: "prose" }, source === "template" ? shownToken(text) : text),
+          element("span.role", name),
+          element("div.prose", source === "template" ? shownToken(text) : text),
         ),
       ),
     );
@@ -150,13 +148,10 @@ class SampleView {
   group(sample) {
     if (sample.members.length < 2) return null;
     return element(
-      "section",
-      { class: "part", "aria-label": "The group side by side" },
-      element("h3", {}, `Group: ${count(sample.members.length, "response")} to the same prompt`),
-      sideBySide(
-        "Answers of the group",
-        sample.members.map((member) => this.member(member, member.row === sample.row)),
-      ),
+      "section.part",
+      { "aria-label": "The group side by side" },
+      element("h3", `Group: ${count(sample.members.length, "response")} to the same prompt`),
+      sideBySide("Answers of the group", sample.members.map((member) => this.member(member, member.row === sample.row))),
     );
   }
 
@@ -170,14 +165,13 @@ class SampleView {
         onclick: open,
       },
       element(
-        "span",
-        { class: "member-head" },
+        "span.member-head",
         rewardPill(member.reward),
-        element("span", {}, `${member.length} tokens`),
-        member.advantage === null ? null : element("span", {}, signed(member.advantage, 2)),
+        element("span", `${member.length} tokens`),
+        member.advantage === null ? null : element("span", signed(member.advantage, 2)),
         marksOf(member),
       ),
-      element("span", { class: "prose" }, shortened(member.response || member.error || "(nothing)", 1200)),
+      element("span.prose", shortened(member.response || member.error || "(nothing)", 1200)),
     );
   }
 
@@ -185,14 +179,12 @@ class SampleView {
   drawOthers(of, others) {
     this.othersPart.hidden = !others.length;
     this.othersPart.replaceChildren(
-      element("h3", {}, "The same prompt in other runs"),
+      element("h3", "The same prompt in other runs"),
       ...others.map(({ run: name, step, members }) =>
         element(
-          "div",
-          { class: "other-run" },
+          "div.other-run",
           element(
-            "p",
-            { class: "soft" },
+            "p.soft",
             swatch(runColour(name)),
             ` ${name}, ${of === "eval" ? `after ${count(step, "rollout")}` : `step ${step}`}: mean reward ${figure(meanReward(members), 3)}`,
           ),
@@ -215,8 +207,8 @@ class SampleView {
     const steps = [...new Set(history.map((row) => row.step))];
     if (steps.length < 2) {
       this.historyPart.replaceChildren(
-        element("h3", {}, "This prompt over time"),
-        element("p", { class: "soft" }, "In the samples read so far, it was drawn only in this step."),
+        element("h3", "This prompt over time"),
+        element("p.soft", "In the samples read so far, it was drawn only in this step."),
       );
       return;
     }
@@ -226,11 +218,10 @@ class SampleView {
       .filter(({ y }) => Number.isFinite(y));
     this.history = new Chart({ title: "mean reward of this prompt" });
     this.historyPart.replaceChildren(
-      element("h3", {}, "This prompt over time"),
+      element("h3", "This prompt over time"),
       this.history.node,
       element(
-        "div",
-        { class: "history" },
+        "div.history",
         steps.map((step) => {
           const rows = history.filter((row) => row.step === step);
           return element(
@@ -251,7 +242,7 @@ class SampleView {
 
   rest(sample) {
     const metadata = Object.keys(sample.metadata ?? {}).length ? JSON.stringify(sample.metadata, null, 1) : null;
-    return metadata && folded("Metadata", element("pre", {}, metadata));
+    return metadata && folded("Metadata", element("pre", metadata));
   }
 
   remove() {
@@ -261,9 +252,9 @@ class SampleView {
   }
 }
 
-const part = (title, ...children) => element("section", { class: "part" }, element("h3", {}, title), ...children);
-const folded = (title, ...children) => element("details", { class: "plain" }, element("summary", {}, title), ...children);
-const sideBySide = (label, members) => element("div", { class: "members", tabindex: 0, role: "group", "aria-label": label }, members);
+const part = (title, ...children) => element("section.part", element("h3", title), ...children);
+const folded = (title, ...children) => element("details.plain", element("summary", title), ...children);
+const sideBySide = (label, members) => element("div.members", { tabindex: 0, role: "group", "aria-label": label }, members);
 
 // Samples of all runs that are read so far, of training and of evaluations.
 const samplesRead = () => runs.map((run) => `${run.num_samples} ${run.num_eval_samples}`).join();

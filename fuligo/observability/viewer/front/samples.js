@@ -34,34 +34,29 @@ const twice = (word) => [String(word), String(word)];
 
 const listHead = (ofEvaluations, withEngines) =>
   element(
-    "div",
-    { class: "list-head", "aria-hidden": "true" },
-    element("span", {}, ofEvaluations ? "After" : "Step"),
-    element("span", {}, "Reward"),
-    element("span", {}, "Tokens"),
-    ofEvaluations ? null : element("span", { class: "advantage" }, "Adv."),
-    withEngines ? element("span", { class: "engine" }, "Eng.") : null,
-    element("span", {}, "Prompt, response"),
+    "div.list-head",
+    { "aria-hidden": "true" },
+    element("span", ofEvaluations ? "After" : "Step"),
+    element("span", "Reward"),
+    element("span", "Tokens"),
+    ofEvaluations ? null : element("span.advantage", "Adv."),
+    withEngines ? element("span.engine", "Eng.") : null,
+    element("span", "Prompt, response"),
   );
 
 class Samples {
   constructor(root) {
-    this.sets = element("div", { class: "controls sets" });
-    this.bar = element("div", { class: "filters", role: "search" });
+    this.sets = element("div.controls.sets");
+    this.bar = element("div.filters", { role: "search" });
     this.head = element("div");
-    this.found = element("p", { class: "found", role: "status" });
+    this.found = element("p.found", { role: "status" });
     this.list = new SampleList({
       question: () => this.question(),
       choose: (row) => go({ sample: `${row.step}.${row.row}` }, { quietly: this.isOpen }),
       status: (answer) => this.showFound(answer),
     });
     this.view = new SampleView({ of: () => this.of, close: () => this.closeSample(), open: (step, row) => go({ sample: `${step}.${row}` }) });
-    this.split = element(
-      "div",
-      { class: "split" },
-      element("div", { class: "list-side" }, this.found, this.head, this.list.node),
-      this.view.node,
-    );
+    this.split = element("div.split", element("div.list-side", this.found, this.head, this.list.node), this.view.node);
     root.append(this.sets, this.bar, this.split);
     this.escape = (event) => event.key === "Escape" && this.isOpen && this.closeSample();
     addEventListener("keydown", this.escape);
@@ -141,9 +136,7 @@ class Samples {
     if (this.sets.childElementCount > 0 === shown && this.of === this.drawn) return;
     this.drawn = this.of;
     const forget = Object.fromEntries([...OF_TRAINING, "dataset", "part", "part_min", "part_max", "step_min", "step_max", "group", "prompt"].map((name) => [name, null]));
-    this.sets.replaceChildren(
-      shown ? setChoice("Samples of", this.of, (of) => go({ ...forget, of, sample: null })) : "",
-    );
+    this.sets.replaceChildren(shown ? setChoice("Samples of", this.of, (of) => go({ ...forget, of, sample: null })) : "");
   }
 
   showFound({ total, searched, indexed }) {
@@ -163,67 +156,37 @@ class Samples {
 
   drawFilters() {
     if (this.bar.contains(document.activeElement) && ["number", "search"].includes(document.activeElement.type)) return;
-    const field = (name, attributes) => {
-      const input = element("input", { name, value: param(name) ?? "", ...attributes });
-      input.addEventListener("input", () => this.typed(name, input.value));
-      return input;
-    };
-    const menu = (name, label, options, chosen) => {
-      const select = element(
-        "select",
-        { name, "aria-label": label },
-        options.map(([value, text]) => element("option", { value, selected: value === chosen }, text)),
-      );
-      select.addEventListener("change", () => go({ [name]: select.value, sample: null }));
-      return element("label", { class: "field" }, element("span", {}, label), select);
+    const field = (name, attributes) =>
+      element("input", { name, value: param(name) ?? "", oninput: (event) => this.typed(name, event.target.value), ...attributes });
+    const menu = (name, label, options, chosen = param(name) ?? "") => {
+      const entries = options.map(([value, text]) => element("option", { value, selected: value === chosen }, text));
+      const onchange = (event) => go({ [name]: event.target.value, sample: null });
+      return element("label.field", element("span", label), element("select", { name, "aria-label": label, onchange }, entries));
     };
     const range = (name, label) => {
       const bound = (end, placeholder) => field(`${name}_${end}`, { type: "number", step: "any", placeholder, "aria-label": `${label} ${placeholder}` });
-      return element("div", { class: "range" }, bound("min", "from"), bound("max", "to"));
+      return element("div.range", bound("min", "from"), bound("max", "to"));
     };
     const active = FILTER_NAMES.filter((name) => param(name) !== null);
+    const withoutFilters = Object.fromEntries(FILTER_NAMES.map((name) => [name, null]));
     const ofTraining = this.of === "train";
     const number = (name, label, placeholder, spoken = label) =>
-      element(
-        "div",
-        { class: "field narrow" },
-        element("span", {}, label),
-        field(name, { type: "number", min: 0, placeholder, "aria-label": spoken }),
-      );
+      element("div.field.narrow", element("span", label), field(name, { type: "number", min: 0, placeholder, "aria-label": spoken }));
     refill(
       this.bar,
-      element(
-        "label",
-        { class: "field wide" },
-        element("span", {}, "Text"),
-        field("text", { type: "search", placeholder: "prompt or response" }),
-      ),
+      element("label.field.wide", element("span", "Text"), field("text", { type: "search", placeholder: "prompt or response" })),
       ...FILTERS.filter(([name]) => ofTraining || name !== "advantage").map(([name, label]) =>
-        element(
-          "div",
-          { class: "field" },
-          element("span", {}, name === "step" && !ofTraining ? "After rollouts" : label),
-          range(name, label),
-        ),
+        element("div.field", element("span", name === "step" && !ofTraining ? "After rollouts" : label), range(name, label)),
       ),
-      menu("status", "Ended", [["", "any"], ...["completed", "truncated", "aborted", "failed"].map(twice)], param("status") ?? ""),
-      ofTraining && menu("kept", "Trained on", KEPT, param("kept") ?? ""),
+      menu("status", "Ended", [["", "any"], ...["completed", "truncated", "aborted", "failed"].map(twice)]),
+      ofTraining && menu("kept", "Trained on", KEPT),
       ofTraining && number("staleness_min", "Stale by", "≥", "Stale by at least"),
-      ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)], param("engine") ?? ""),
-      !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Dataset", [["", "any"], ...this.run.datasets.map(twice)], param("dataset") ?? ""),
+      ofTraining && this.run.engines.length > 1 && menu("engine", "Engine", [["", "any"], ...this.run.engines.map(twice)]),
+      !ofTraining && this.run.datasets.length > 1 && menu("dataset", "Dataset", [["", "any"], ...this.run.datasets.map(twice)]),
       this.partFields(menu, range),
       number("group", "Group", "any"),
       menu("order", "Order", this.orders, param("order") ?? "newest"),
-      element(
-        "button",
-        {
-          type: "button",
-          class: "quiet clear",
-          hidden: active.length === 0,
-          onclick: () => go(Object.fromEntries(FILTER_NAMES.map((name) => [name, null]))),
-        },
-        "Clear",
-      ),
+      element("button.quiet.clear", { type: "button", hidden: active.length === 0, onclick: () => go(withoutFilters) }, "Clear"),
     );
   }
 
@@ -233,8 +196,8 @@ class Samples {
     if (!parts.length) return null;
     const part = param("part");
     return [
-      menu("part", "Part of reward", [["", "any"], ...parts.map(twice)], part ?? ""),
-      part ? element("div", { class: "field" }, element("span", {}, part), range("part", part)) : null,
+      menu("part", "Part of reward", [["", "any"], ...parts.map(twice)]),
+      part ? element("div.field", element("span", part), range("part", part)) : null,
     ];
   }
 

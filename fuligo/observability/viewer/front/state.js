@@ -56,6 +56,23 @@ function oneAtATime(work) {
   };
 }
 
+// View of the page: `load` draws it, again whenever the address or the `state` of what it shows changes.
+class View {
+  constructor() {
+    this.refresh = oneAtATime(() => this.load());
+  }
+
+  moved() {
+    this.refresh();
+  }
+
+  updated() {
+    const state = JSON.stringify(this.state);
+    if (state !== this.known) this.refresh();
+    this.known = state;
+  }
+}
+
 // Wrap requests so that answers to outdated ones become undefined.
 function latestOnly() {
   let newest = 0;

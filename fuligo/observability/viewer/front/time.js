@@ -1,19 +1,19 @@
 // Time: seconds by cause, over the run and in one step.
 
-class Time {
+class Time extends View {
   constructor(root) {
-    this.lead = element("p", { class: "lead" });
+    super();
+    this.lead = element("p.lead");
     this.bars = new StepBars((step) => go({ step }));
-    this.scale = element("div", { class: "controls" });
-    this.legend = element("ul", { class: "legend" });
-    this.barsNode = element("figure", { class: "chart wide" }, this.bars.plot);
+    this.scale = element("div.controls");
+    this.legend = element("ul.legend");
+    this.barsNode = element("figure.chart.wide", this.bars.plot);
     this.detail = element("section", { id: "step", "aria-label": "One step" });
     root.append(
-      element("section", { class: "headline" }, element("h1", {}, "Time by cause"), this.lead, this.scale, this.barsNode, this.legend),
+      element("section.headline", element("h1", "Time by cause"), this.lead, this.scale, this.barsNode, this.legend),
       this.detail,
     );
     this.latest = latestOnly();
-    this.refresh = oneAtATime(() => this.load());
     this.moved();
   }
 
@@ -26,15 +26,12 @@ class Time {
       choice("Show", "scale", scales, param("scale") ?? "seconds", (scale) => go({ scale: scale === "seconds" ? null : scale })),
       isReport ? "" : download(`api/trace.json?${new URLSearchParams({ run: chosenRun().name })}`, "trace.json for ui.perfetto.dev"),
     );
-    this.refresh();
+    super.moved();
   }
 
-  updated() {
+  get state() {
     const { num_rows, trace_read, generation, indexed } = chosenRun();
-    const state = JSON.stringify([num_rows, trace_read, generation, indexed]);
-    if (state === this.known) return;
-    this.known = state;
-    this.refresh();
+    return { num_rows, trace_read, generation, indexed };
   }
 
   async load() {
@@ -54,7 +51,7 @@ class Time {
       ? `${count(data.steps.length, "step")} in ${duration(total)}; largest cause: ${longest} (${share(sum(data.causes[longest]) / total)}). Select a step with a click or the arrow keys.${data.trace_read < 1 ? ` ${share(data.trace_read)} of the trace is read.` : ""}`
       : "The metrics contain no times.";
     this.legend.replaceChildren(
-      ...names.map((name) => element("li", {}, swatch(causeColour(name)), `${name} ${share(sum(data.causes[name]) / total, 1)}`)),
+      ...names.map((name) => element("li", swatch(causeColour(name)), `${name} ${share(sum(data.causes[name]) / total, 1)}`)),
     );
     await this.loadStep(run, step);
   }
@@ -64,14 +61,14 @@ class Time {
     try {
       found = await this.latest(ask("step", { run: run.name, step }));
     } catch (error) {
-      this.detail.replaceChildren(element("h2", {}, `Step ${step}`), empty(error.message));
+      this.detail.replaceChildren(element("h2", `Step ${step}`), empty(error.message));
       return;
     }
     if (found === undefined || currentView !== this) return;
     const [first] = found.causes;
     refill(
       this.detail,
-      element("h2", {}, `Step ${step}`),
+      element("h2", `Step ${step}`),
       cards([
         ["Duration", seconds(found.duration_s), `ended ${clock(found.start_s + found.duration_s)}`],
         ["Main cause", first?.name ?? NOTHING, first ? `${share(first.seconds / found.duration_s)}, ${fine(first.seconds)}` : ""],
@@ -90,24 +87,18 @@ class Time {
       rowTitle(swatch(causeColour(cause.name)), cause.name),
       numberCell(fine(cause.seconds)),
       numberCell(share(cause.seconds / total, 1)),
-      element(
-        "td",
-        { class: "bar-cell" },
-        element("div", { class: "share-bar", "--width": percent(cause.seconds / total), ...causeColour(cause.name) }),
-      ),
-      element("td", { class: "note" }, CAUSE_TEXTS[cause.name] ?? ""),
+      element("td.bar-cell", element("div.share-bar", { "--width": percent(cause.seconds / total), ...causeColour(cause.name) })),
+      element("td.note", CAUSE_TEXTS[cause.name] ?? ""),
     ]);
     const all = [rowTitle("All"), numberCell(fine(total)), numberCell(share(total / found.duration_s, 1)), element("td"), element("td")];
     return element(
-      "div",
-      { class: "scroll" },
+      "div.scroll",
       element(
-        "table",
-        { class: "causes" },
-        element("caption", {}, "Each instant counts for one cause: the first of sync, train, score, save, eval, record, rollout that is in progress"),
+        "table.causes",
+        element("caption", "Each instant counts for one cause: the first of sync, train, score, save, eval, record, rollout that is in progress"),
         tableHead(["Cause", "Time", "Share", "", "Meaning"], (at) => at === 1 || at === 2),
         tableBody(rows),
-        element("tfoot", {}, element("tr", {}, all)),
+        element("tfoot", element("tr", all)),
       ),
     );
   }
@@ -119,12 +110,10 @@ class Time {
       numberCell(sample.tokens.toLocaleString("en")),
       numberCell(fine(sample.end_s - sample.start_s)),
       numberCell(fine(sample.alone_s)),
-      element("td", {}, sample.status),
+      element("td", sample.status),
       element(
-        "td",
-        { class: "bar-cell" },
-        element("div", {
-          class: "span-bar",
+        "td.bar-cell",
+        element("div.span-bar", {
           "--left": percent(Math.max(0, sample.start_s) / end),
           "--width": percent((sample.end_s - Math.max(0, sample.start_s)) / end),
         }),
@@ -132,11 +121,10 @@ class Time {
     ]);
     const titles = ["Sample", "Tokens", "Duration", "Earlier by", "Ended", ""];
     return element(
-      "div",
-      { class: "last-samples" },
-      element("h3", {}, "Last samples to finish"),
-      element("p", { class: "lead" }, "Earlier by: time by which the rollout would have ended sooner without this sample and those above it."),
-      element("div", { class: "scroll" }, table({}, titles, rows, (at) => at > 0 && at < 4)),
+      "div.last-samples",
+      element("h3", "Last samples to finish"),
+      element("p.lead", "Earlier by: time by which the rollout would have ended sooner without this sample and those above it."),
+      element("div.scroll", table({}, titles, rows, (at) => at > 0 && at < 4)),
     );
   }
 

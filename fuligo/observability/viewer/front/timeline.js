@@ -145,8 +145,7 @@ class StepBars {
         `step ${this.data.steps[at]}: ${seconds(total)}`,
         ...parts.map((name) =>
           element(
-            "span",
-            { class: "tip-line" },
+            "span.tip-line",
             swatch(causeColour(name)),
             `${name} ${fine(this.data.causes[name][at])}, ${share(this.data.causes[name][at] / total)}`,
           ),
@@ -182,8 +181,7 @@ function stepTimeline(step) {
   const [ranks, others] = [tracks.filter(isRank), tracks.filter((track) => !isRank(track))];
   const most = Math.max(1, ...step.engines.flatMap((engine) => engine.in_flight));
   return element(
-    "div",
-    { class: "timeline" },
+    "div.timeline",
     others.map(laneOf),
     step.generating.length ? curveLane("samples", step.generating, Math.max(1, ...step.generating), step.duration_s, "samples in progress") : null,
     fewLanes(step.engines, "engine", ({ number, in_flight, idle }) =>
@@ -199,7 +197,7 @@ function fewLanes(list, noun, draw) {
   const rest = list.slice(MANY_LANES);
   return [
     list.slice(0, MANY_LANES).map(draw),
-    element("details", { class: "more-lanes" }, element("summary", {}, count(rest.length, `more ${noun}`)), rest.map(draw)),
+    element("details.more-lanes", element("summary", count(rest.length, `more ${noun}`)), rest.map(draw)),
   ];
 }
 
@@ -211,7 +209,7 @@ function lane(label, phases, length) {
       element(
         "div",
         { class: `phase ${phase.failed ? "failed" : ""}`, "--left": percent(from), "--width": percent(to - from), ...causeColour(phase.name) },
-        to - from > 0.06 ? element("span", {}, name) : null,
+        to - from > 0.06 ? element("span", name) : null,
       ),
       () => [
         `${name}: ${fine(phase.end_s - phase.start_s)}`,
@@ -219,7 +217,7 @@ function lane(label, phases, length) {
       ],
     );
   });
-  return timelineLane(label, element("div", { class: "lane-track" }, boxes));
+  return timelineLane(label, element("div.lane-track", boxes));
 }
 
 // Number of concurrent samples or requests over the step.
@@ -232,14 +230,13 @@ function curveLane(label, numbers, most, length, what, note = null) {
     .map((y, at) => `L${at} ${y}L${at + 1} ${y}`)
     .join("");
   const track = element(
-    "div",
-    { class: "lane-track" },
+    "div.lane-track",
     svg(
       "svg",
       { class: "generating", viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
       svg("path", { d: `M0 ${high}${points}L${wide} ${high}Z` }),
     ),
-    element("span", { class: "most" }, [size, note].filter(Boolean).join(", ")),
+    element("span.most", [size, note].filter(Boolean).join(", ")),
   );
   const lines = () => [`${label}: ${what}, ${size}`, [note, `over ${seconds(length)}`].filter(Boolean).join(", ")];
   return timelineLane(label, withTooltip(track, lines));

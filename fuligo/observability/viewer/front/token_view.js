@@ -58,11 +58,11 @@ class TokenView {
     this.available = COLOURS.filter(({ needs }) => needs.every((name) => tokens[name]?.length === tokens.ids.length)).filter(
       ({ key }) => key !== "engines" || chosenRun().engines.length > 1,
     );
-    this.facts = element("div", { class: "token-facts", "aria-live": "polite" });
-    this.legend = element("div", { class: "token-legend" });
-    this.text = element("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens of the response: arrow keys move" });
+    this.facts = element("div.token-facts", { "aria-live": "polite" });
+    this.legend = element("div.token-legend");
+    this.text = element("div.tokens", { tabindex: 0, role: "group", "aria-label": "Tokens of the response: arrow keys move" });
     this.choice = element("div");
-    this.node = element("div", { class: "token-view" }, this.choice, this.legend, this.text, this.facts);
+    this.node = element("div.token-view", this.choice, this.legend, this.text, this.facts);
     this.onchoose = choose;
     this.drawTokens();
     this.text.addEventListener("pointerover", (event) => this.over(event));
@@ -75,13 +75,13 @@ class TokenView {
   drawTokens() {
     const { ids, texts } = this.tokens;
     this.cells = ids.map((id, at) =>
-      element("span", { class: "token", "data-at": at }, texts ? shownToken(texts[at]) : String(id), texts ? null : " "),
+      element("span.token", { "data-at": at }, texts ? shownToken(texts[at]) : String(id), texts ? null : " "),
     );
     const parts = [];
-    for (let at = 0; at < ids.length; at += PARTS) parts.push(element("span", { class: "token-part" }, this.cells.slice(at, at + PARTS)));
+    for (let at = 0; at < ids.length; at += PARTS) parts.push(element("span.token-part", this.cells.slice(at, at + PARTS)));
     this.text.replaceChildren(...parts);
     if (!texts && ids.length)
-      this.text.before(element("p", { class: "soft" }, "The tokenizer is not on this machine: tokens are shown by their ids."));
+      this.text.before(element("p.soft", "The tokenizer is not on this machine: tokens are shown by their ids."));
   }
 
   colour(wanted) {
@@ -117,9 +117,9 @@ class TokenView {
         : `${chosen.lead}; full color at ${figure(most, 3)}`;
     this.legend.replaceChildren(
       key === "mask" ? "" : element("span", { class: `ramp ${chosen.signed ? "signed" : ""}` }),
-      element("span", {}, text),
-      chosen.signed ? element("span", { class: "soft" }, "blue: below 0, red: above") : "",
-      given.some(Boolean) ? element("span", { class: "soft" }, this.givenText(given)) : "",
+      element("span", text),
+      chosen.signed ? element("span.soft", "blue: below 0, red: above") : "",
+      given.some(Boolean) ? element("span.soft", this.givenText(given)) : "",
     );
     return undefined;
   }
@@ -143,14 +143,9 @@ class TokenView {
     });
     this.legend.replaceChildren(
       ...kinds.map((kind) =>
-        element(
-          "span",
-          { class: "key" },
-          swatch(colour(kind)),
-          `${noun} ${kind}: ${count(values.filter((one) => one === kind).length, "token")}`,
-        ),
+        element("span.key", swatch(colour(kind)), `${noun} ${kind}: ${count(values.filter((one) => one === kind).length, "token")}`),
       ),
-      element("span", { class: "soft" }, chosen.lead),
+      element("span.soft", chosen.lead),
     );
   }
 
@@ -183,11 +178,7 @@ class TokenView {
     const { tokens } = this;
     if (at === null) {
       this.facts.replaceChildren(
-        element(
-          "span",
-          { class: "soft" },
-          this.cells.length ? "Hover over a token, or move with the arrow keys." : "No token was sampled.",
-        ),
+        element("span.soft", this.cells.length ? "Hover over a token, or move with the arrow keys." : "No token was sampled."),
       );
       return;
     }
@@ -215,7 +206,7 @@ class TokenView {
     this.facts.replaceChildren(
       ...facts
         .filter(([, text]) => text !== null)
-        .map(([name, text]) => element("span", { class: "fact" }, element("span", { class: "soft" }, name), element("b", {}, text))),
+        .map(([name, text]) => element("span.fact", element("span.soft", name), element("b", text))),
     );
   }
 }

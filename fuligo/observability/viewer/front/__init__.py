@@ -14,10 +14,5 @@ _SCRIPTS = (
 
 
 def page(title: str, document: dict[str, Any] | None = None) -> str:
-    """Return the viewer's page as one HTML document.
-
-    Args:
-        title: title of the window.
-        document: everything that a report shows; None for a page that asks its server.
-    """
+    """Return the viewer's page as one HTML document. `document`: everything that a report shows; None for a page that asks its server."""
     return Page(__name__, _SCRIPTS, asks_server=document is None).html(title, orjson.dumps(document).decode())

@@ -12,12 +12,16 @@ const param = (name) => address.params.get(name);
 
 function addressWith(changes, view = address.view) {
   const params = new URLSearchParams(view === address.view ? address.params : keptBetweenViews());
-  for (const [name, value] of Object.entries(changes)) {
-    params.delete(name);
-    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") params.append(name, one);
-  }
+  for (const name of Object.keys(changes)) params.delete(name);
+  appendAll(params, changes);
   const query = params.toString();
   return `#${view}${query ? `?${query}` : ""}`;
+}
+
+// Append parameters, several of a name for a list; those that are empty are left out.
+function appendAll(params, values) {
+  for (const [name, value] of Object.entries(values))
+    for (const one of [value].flat()) if (one !== null && one !== undefined && one !== "") params.append(name, one);
 }
 
 function keptBetweenViews() {

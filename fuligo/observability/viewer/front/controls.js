@@ -13,20 +13,11 @@ function setChoice(label, of, choose) {
   return choice(label, "of", sets, of, (chosen) => choose(chosen === "train" ? null : chosen));
 }
 
-const notes = (texts, kind = "warning") =>
-  texts.length
-    ? element(
-        "ul",
-        { class: `notes ${kind}` },
-        texts.map((text) => element("li", text)),
-      )
-    : null;
-
+const notes = (texts) => (texts.length ? element("ul.notes", texts.map((text) => element("li", text))) : null);
 const empty = (text) => element("p.empty", text);
-
-function pill(text, kind = "") {
-  return element("span", { class: `pill ${kind}` }, text);
-}
+const pill = (text, kind = "") => element("span", { class: `pill ${kind}` }, text);
+// How many steps are read of those that are recorded; empty once all are.
+const stepsRead = ([read, all]) => (read < all ? `${read} of ${all} steps read` : "");
 
 // Delay a call until typing pauses.
 function afterPause(work, pause_ms = 250) {
@@ -35,8 +26,4 @@ function afterPause(work, pause_ms = 250) {
     clearTimeout(timer);
     timer = setTimeout(() => work(...values), pause_ms);
   };
-}
-
-function download(href, text) {
-  return element("a.quiet", { href, download: "" }, text);
 }

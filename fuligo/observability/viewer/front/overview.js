@@ -100,18 +100,12 @@ class Overview extends View {
     const grid = new ChartsGrid({ zoom: (ends) => go({ from: ends && ends[0].toPrecision(7), to: ends && ends[1].toPrecision(7) }) });
     this.grids.set(title, grid);
     if (title !== "More" || find) return element("section.group", element("h2", title), grid.node);
-    const details = element(
-      "details.group",
-      { open: this.restOpen },
-      element("summary", `${count(keys.length, "more metric")}`),
-      grid.node,
-    );
-    details.addEventListener("toggle", () => {
-      if (details.open === this.restOpen) return;
-      this.restOpen = details.open;
+    const ontoggle = ({ target }) => {
+      if (target.open === this.restOpen) return;
+      this.restOpen = target.open;
       this.refresh();
-    });
-    return details;
+    };
+    return element("details.group", { open: this.restOpen, ontoggle }, element("summary", count(keys.length, "more metric")), grid.node);
   }
 
   chartOf(key) {
@@ -147,28 +141,15 @@ class Overview extends View {
 
   runCards(run) {
     const { latest, now } = run;
+    const activity = isLive(run) && now.doing ? doingText(run) : stateText(run);
+    const end = now.left_s === null ? [NOTHING, ""] : [`in ${duration(now.left_s)}`, `about ${clock(run.clock_s + now.left_s)}`];
     const done = run.num_rollouts ? run.num_done / run.num_rollouts : null;
     return cards([
-      [
-        "Step",
-        run.num_rollouts ? `${run.num_done} of ${run.num_rollouts}` : String(run.num_done),
-        isLive(run) && now.doing ? doingText(run) : stateText(run),
-        done,
-      ],
+      ["Step", run.num_rollouts ? `${run.num_done} of ${run.num_rollouts}` : run.num_done, activity, done],
       ["Reward", figure(latest["rollout/reward_mean"], 3), run.first_reward === null ? "" : `from ${figure(run.first_reward, 3)} at step 0`],
       ["Responses", `${figure(latest["rollout/response_len_mean"], 3)} tokens`, "mean length, latest step"],
       ["Speed", `${now.step_s === null ? NOTHING : seconds(now.step_s)} per step`, speedText(latest)],
-      isLive(run)
-        ? [
-            "Expected end",
-            now.left_s === null ? NOTHING : `in ${duration(now.left_s)}`,
-            now.left_s === null ? "" : `about ${clock(run.clock_s + now.left_s)}`,
-          ]
-        : [
-            "Samples",
-            run.num_samples.toLocaleString("en"),
-            run.indexed[0] < run.indexed[1] ? `${run.indexed[0]} of ${run.indexed[1]} steps read` : "recorded",
-          ],
+      isLive(run) ? ["Expected end", ...end] : ["Samples", run.num_samples.toLocaleString("en"), stepsRead(run.indexed) || "recorded"],
     ]);
   }
 

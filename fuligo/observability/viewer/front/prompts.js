@@ -60,10 +60,11 @@ class Prompts extends View {
     const question = { run: run.name, of: this.of, dataset: param("dataset"), order: this.order, offset: 0, limit: Math.min(200, this.size) };
     const answer = await ask("prompts", question);
     if (currentView !== this) return;
-    const read = answer.indexed[0] < answer.indexed[1] ? ` · ${answer.indexed[0]} of ${answer.indexed[1]} steps read` : "";
+    const read = stepsRead(answer.indexed);
     // With a shaped reward, such as one with a length penalty, correct answers may stay below 1: a pass rate of 0% would mislead.
     const rule = answer.any_passes ? "a response passes with a reward of at least 1" : "no pass rates, as no response has a reward of at least 1";
-    this.found.textContent = answer.total ? `${count(answer.total, "prompt")}, ${rule}${read}` : `No judged samples recorded.${read}`;
+    const found = answer.total ? `${count(answer.total, "prompt")}, ${rule}` : "No judged samples recorded.";
+    this.found.textContent = [found, read].filter(Boolean).join(" · ");
     this.body.replaceChildren(...(answer.total ? [this.table(answer.rows)] : []));
     this.more.hidden = answer.rows.length >= answer.total || this.size >= 200;
   }

@@ -158,12 +158,7 @@ class SampleView {
   member(member, current, open = () => this.open(member.step, member.row)) {
     return element(
       "button",
-      {
-        type: "button",
-        class: `member ${current ? "current" : ""}`,
-        "aria-current": current ? "true" : null,
-        onclick: open,
-      },
+      { type: "button", class: `member ${current ? "current" : ""}`, "aria-current": current ? "true" : null, onclick: open },
       element(
         "span.member-head",
         rewardPill(member.reward),
@@ -212,28 +207,19 @@ class SampleView {
       );
       return;
     }
-    const mean = (rows) => rows.reduce((sum, row) => sum + (row.reward ?? 0), 0) / rows.length;
-    const points = steps
-      .map((step) => ({ x: step, y: mean(history.filter((row) => row.step === step && row.reward !== null)) }))
-      .filter(({ y }) => Number.isFinite(y));
+    const byStep = steps.map((step) => history.filter((row) => row.step === step));
+    const points = byStep.map((rows) => ({ x: rows[0].step, y: meanReward(rows) })).filter(({ y }) => y !== null);
     this.history = new Chart({ title: "mean reward of this prompt" });
     this.historyPart.replaceChildren(
       element("h3", "This prompt over time"),
       this.history.node,
       element(
         "div.history",
-        steps.map((step) => {
-          const rows = history.filter((row) => row.step === step);
-          return element(
-            "button",
-            {
-              type: "button",
-              class: "quiet",
-              "aria-current": step === sample.step ? "true" : null,
-              onclick: () => this.open(step, rows[0].row),
-            },
-            `${of === "eval" ? "after" : "step"} ${step}: ${figure(mean(rows), 3)}`,
-          );
+        byStep.map((rows) => {
+          const [{ step, row }] = rows;
+          const current = { "aria-current": step === sample.step ? "true" : null };
+          const text = `${of === "eval" ? "after" : "step"} ${step}: ${figure(meanReward(rows), 3)}`;
+          return element("button.quiet", { type: "button", ...current, onclick: () => this.open(step, row) }, text);
         }),
       ),
     );

@@ -140,12 +140,10 @@ class Samples {
   }
 
   showFound({ total, searched, indexed }) {
-    const read = indexed[0] < indexed[1] ? ` · ${indexed[0]} of ${indexed[1]} steps read` : "";
-    const search = searched < 1 ? ` · ${share(searched)} searched` : "";
-    const note = isReport ? " in this report" : "";
-    this.found.textContent = `${count(total, "sample")}${note}${search}${read}`;
-    if (total === 0 && searched === 1 && indexed[0] >= indexed[1])
-      this.found.textContent = this.numSamples ? "No sample matches." : "No samples recorded.";
+    const [read, search] = [stepsRead(indexed), searched < 1 ? `${share(searched)} searched` : ""];
+    const found = `${count(total, "sample")}${isReport ? " in this report" : ""}`;
+    const none = this.numSamples ? "No sample matches." : "No samples recorded.";
+    this.found.textContent = total === 0 && !search && !read ? none : [found, search, read].filter(Boolean).join(" · ");
   }
 
   closeSample() {

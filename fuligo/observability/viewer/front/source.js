@@ -5,9 +5,7 @@ const isReport = embedded !== null;
 async function ask(name, params = {}) {
   if (isReport) return FROM_REPORT[name](params);
   const query = new URLSearchParams();
-  for (const [key, value] of Object.entries(params)) {
-    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") query.append(key, one);
-  }
+  appendAll(query, params);
   const response = await fetch(`api/${name}?${query}`, { cache: "no-store" });
   if (!response.ok) throw new Error((await response.json().catch(() => ({}))).detail ?? `${response.status}`);
   return response.json();

@@ -18,13 +18,14 @@ class Time extends View {
   }
 
   moved() {
+    const query = new URLSearchParams({ run: chosenRun().name });
     const scales = [
       ["seconds", "Seconds"],
       ["share", "Shares"],
     ];
     this.scale.replaceChildren(
       choice("Show", "scale", scales, param("scale") ?? "seconds", (scale) => go({ scale: scale === "seconds" ? null : scale })),
-      isReport ? "" : download(`api/trace.json?${new URLSearchParams({ run: chosenRun().name })}`, "trace.json for ui.perfetto.dev"),
+      isReport ? "" : element("a.quiet", { href: `api/trace.json?${query}`, download: "" }, "trace.json for ui.perfetto.dev"),
     );
     super.moved();
   }

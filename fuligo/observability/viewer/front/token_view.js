@@ -1,44 +1,20 @@
 // Response token by token, colored by values of the engine and the trainer.
 
 const PARTS = 256; // tokens per paragraph; paragraphs out of sight are not laid out
-// least: lower bound of the value with full color, so that noise stays pale.
+// least: lower bound of the value with full color, so that noise stays pale. needs: recorded values, if not those of the key.
+const BOTH = ["engine_logprobs", "trainer_logprobs"];
+const TEACHER = ["teacher_logprobs", "trainer_logprobs"];
 const COLOURS = [
-  {
-    key: "diff",
-    title: "Difference",
-    least: 0.01,
-    needs: ["engine_logprobs", "trainer_logprobs"],
-    signed: true,
-    lead: "engine minus trainer log-probability, nats",
-  },
-  {
-    key: "engine_logprobs",
-    title: "Engine",
-    least: 0.5,
-    needs: ["engine_logprobs"],
-    lead: "negative log-probability of the engine, nats",
-  },
-  {
-    key: "trainer_logprobs",
-    title: "Trainer",
-    least: 0.5,
-    needs: ["trainer_logprobs"],
-    lead: "negative log-probability of the trainer, nats",
-  },
-  { key: "entropy", title: "Entropy", least: 0.1, needs: ["entropy"], lead: "entropy of the policy's distribution, nats" },
-  { key: "advantages", title: "Advantage", least: 0.1, needs: ["advantages"], signed: true, lead: "advantage of the token" },
-  { key: "values", title: "Value", least: 0.1, needs: ["values"], signed: true, lead: "expected return before the token" },
-  {
-    key: "teacher",
-    title: "Teacher",
-    least: 0.1,
-    needs: ["teacher_logprobs", "trainer_logprobs"],
-    signed: true,
-    lead: "teacher minus trainer log-probability, nats",
-  },
-  { key: "mask", title: "Mask", least: 1, needs: ["mask"], lead: "tokens that are trained on" },
-  { key: "versions", title: "Version", needs: ["versions"], lead: "policy version that sampled the token" },
-  { key: "engines", title: "Served by", needs: ["engines"], lead: "engine that sampled the token" },
+  { key: "diff", title: "Difference", least: 0.01, needs: BOTH, signed: true, lead: "engine minus trainer log-probability, nats" },
+  { key: "engine_logprobs", title: "Engine", least: 0.5, lead: "negative log-probability of the engine, nats" },
+  { key: "trainer_logprobs", title: "Trainer", least: 0.5, lead: "negative log-probability of the trainer, nats" },
+  { key: "entropy", title: "Entropy", least: 0.1, lead: "entropy of the policy's distribution, nats" },
+  { key: "advantages", title: "Advantage", least: 0.1, signed: true, lead: "advantage of the token" },
+  { key: "values", title: "Value", least: 0.1, signed: true, lead: "expected return before the token" },
+  { key: "teacher", title: "Teacher", least: 0.1, needs: TEACHER, signed: true, lead: "teacher minus trainer log-probability, nats" },
+  { key: "mask", title: "Mask", least: 1, lead: "tokens that are trained on" },
+  { key: "versions", title: "Version", lead: "policy version that sampled the token" },
+  { key: "engines", title: "Served by", lead: "engine that sampled the token" },
 ];
 
 function tokenValues(tokens, key) {
@@ -55,9 +31,9 @@ const SOURCES = { sampled: "of the policy", appended: "of tools and users", temp
 class TokenView {
   constructor(tokens, choose) {
     this.tokens = tokens;
-    this.available = COLOURS.filter(({ needs }) => needs.every((name) => tokens[name]?.length === tokens.ids.length)).filter(
-      ({ key }) => key !== "engines" || chosenRun().engines.length > 1,
-    );
+    const isRecorded = (name) => tokens[name]?.length === tokens.ids.length;
+    const isShown = (key) => key !== "engines" || chosenRun().engines.length > 1;
+    this.available = COLOURS.filter(({ key, needs = [key] }) => needs.every(isRecorded) && isShown(key));
     this.facts = element("div.token-facts", { "aria-live": "polite" });
     this.legend = element("div.token-legend");
     this.text = element("div.tokens", { tabindex: 0, role: "group", "aria-label": "Tokens of the response: arrow keys move" });

@@ -1,10 +1,11 @@
 """`fuligo plan`: rules, layout, memory and time of a job, computed on any machine without starting anything."""
 
+import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -30,8 +31,6 @@ from fuligo.quantities import amount
 
 DEFAULT_GPU = "h100-80"
 STANDARD_OUTPUT = "-"
-OWN_OPTIONS = ("--gpu", "--host-memory", "--kept-share", "--accept-length", "--json", "--html")
-"""Options of `fuligo plan` itself; all other arguments belong to the job."""
 _GIB = 1024**3
 _PLAIN_WIDTH = 100
 """Width of the report without a terminal."""
@@ -54,36 +53,15 @@ More: docs/plan.md; the flags of the job: fuligo train --help
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of `fuligo plan`, and the arguments of the job."""
-
-    gpu: str | None = None
-    """Value of --gpu; None: the GPU of this machine, or `DEFAULT_GPU` if it has none that the planner knows."""
-    host_memory_bytes: int | None = None
-    """Memory of one node; None: as in the vendor's servers."""
-    assumed: Assumed = field(default_factory=Assumed)
-    """Figures of a run in place of the planner's assumptions."""
-    json_file: str | None = None
-    """File for the plan as JSON; `-`: standard output; None: no file."""
-    html_file: str | None = None
-    """File for the plan as HTML; None: no file."""
-    job: tuple[str, ...] = field(default=())
-    """Arguments of `fuligo train`."""
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan; return 0 if the job could start, 2 if its config has errors.
-
-    Raises:
-        ConfigError: there is nothing to plan (a flag is unknown or has a value of the wrong type, --gpu is not a known GPU, or the model
-            cannot be read), or a file cannot be written.
-    """
+    """Print the plan; return 0 if the job could start, 2 if its config has errors."""
     if (topic := asked_for_help(arguments)) is not None:
         print(help_text(topic) if topic else _USAGE, end="")
         return 0
-    options = split_options(arguments)
-    parsed = parse(options.job)
+    options, job = split_options(arguments)
+    assumed = Assumed(options.kept_share, options.accept_length)
+    host_memory_bytes = None if options.host_memory is None else int(options.host_memory * _GIB)
+    parsed = parse(job)
     config, gpu, notes = parsed.config if _is_described(parsed.config) else located(parsed.config), options.gpu, list(parsed.warnings)
     if gpu is None:
         devices = find_devices(config)
@@ -96,8 +74,8 @@ def main(arguments: Sequence[str]) -> int:
         else:
             config, engine = with_installed_engine(config, len(devices))
             notes += engine
-    notes += _without_effect(config, options.assumed)
-    plan = make_plan(config, gpu, plan_name(config, options.job), host_memory_bytes=options.host_memory_bytes, assumed=options.assumed)
+    notes += _without_effect(config, assumed)
+    plan = make_plan(config, gpu, plan_name(config, job), host_memory_bytes=host_memory_bytes, assumed=assumed)
     plan = replace(plan, findings=(*_refused_at_start(plan, config), *plan.findings, *_short_of_disk(plan, config)))
     plan = replace(plan, findings=with_places(plan.findings, parsed.places))
     is_broken = any(finding.severity is Severity.ERROR for finding in plan.findings)
@@ -152,79 +130,46 @@ def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
         yield Finding("PLAN-DISK", Severity.WARNING, text, ("--save", "--keep-checkpoints"), advice=advice)
 
 
-def split_options(arguments: Sequence[str]) -> Options:
-    """Separate the options of `fuligo plan` from the arguments of the job, in any order; a repeated option keeps its last value.
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's own options, which stand anywhere among the arguments of the job."""
+    made = argparse.ArgumentParser("fuligo plan", add_help=False, allow_abbrev=False, exit_on_error=False)
+    made.add_argument("--gpu")
+    made.add_argument("--host-memory", type=_number("a number of GiB above 0, such as 2048", lambda gib: 0 < gib < float("inf")))
+    made.add_argument(
+        "--kept-share",
+        type=_number("a share above 0 and at most 1, such as 0.6", lambda share: 0 < share <= 1),
+        default=speeds.KEPT_SHARE,
+    )
+    made.add_argument("--accept-length", type=_number("a number of tokens from 1, such as 2.4", lambda length: 1 <= length < float("inf")))
+    made.add_argument("--json", nargs="?", const=STANDARD_OUTPUT)
+    made.add_argument("--html")
+    return made
+
+
+def split_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Separate the options of `fuligo plan` from the arguments of the job; a repeated option keeps its last value.
 
     Raises ConfigError if an option lacks its value, or the value is not a number within its bounds.
     """
-    given: dict[str, str] = {}
-    job: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        option, equals, value = argument.partition("=")
-        if option not in OWN_OPTIONS:
-            job.append(argument)
-        elif equals:
-            given[option] = value
-        elif rest and not rest[0].startswith("--"):
-            given[option] = rest.pop(0)
-        elif option == "--json":
-            given[option] = STANDARD_OUTPUT
-        else:
-            raise ConfigError(f"{option} needs a value: {_EXAMPLES[option]}")
-    return Options(
-        gpu=given.get("--gpu"),
-        host_memory_bytes=_bytes_of_gib(given["--host-memory"]) if "--host-memory" in given else None,
-        assumed=_assumed(given),
-        json_file=given.get("--json"),
-        html_file=given.get("--html"),
-        job=tuple(job),
-    )
-
-
-_EXAMPLES = {
-    "--gpu": "--gpu h200-141",
-    "--host-memory": "--host-memory 2048",
-    "--kept-share": "--kept-share 0.6",
-    "--accept-length": "--accept-length 2.4",
-    "--html": "--html plan.html",
-}
-
-
-def _assumed(given: Mapping[str, str]) -> Assumed:
-    """Return the assumptions, with the figures that are given as options. Raises ConfigError if one is out of its bounds."""
-    assumed = Assumed()
-    if "--kept-share" in given:
-        share = _number(given["--kept-share"])
-        if not 0 < share <= 1:
-            raise ConfigError(
-                f"--kept-share {given['--kept-share']}: must be a share above 0 and at most 1, such as {_EXAMPLES['--kept-share']}"
-            )
-        assumed = replace(assumed, kept_share=share)
-    if "--accept-length" in given:
-        length = _number(given["--accept-length"])
-        if not 1 <= length < float("inf"):
-            raise ConfigError(
-                f"--accept-length {given['--accept-length']}: must be a number of tokens from 1, such as {_EXAMPLES['--accept-length']}"
-            )
-        assumed = replace(assumed, accept_length=length)
-    return assumed
-
-
-def _number(text: str) -> float:
-    """Return the number, or not-a-number, which is within no bounds."""
     try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+        return parser().parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name} {error.message}; fuligo plan --help describes the options") from None
 
 
-def _bytes_of_gib(text: str) -> int:
-    gib = _number(text)
-    if not 0 < gib < float("inf"):
-        raise ConfigError(f"--host-memory {text}: must be a number of GiB above 0, such as --host-memory 2048")
-    return int(gib * _GIB)
+def _number(rule: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a function that reads a number that must follow a rule."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")  # which is within no bounds
+        if not fits(number):
+            raise argparse.ArgumentTypeError(f"{text}: must be {rule}")
+        return number
+
+    return read
 
 
 def plan_name(config: Config, job: Sequence[str]) -> str:
@@ -238,27 +183,27 @@ def plan_name(config: Config, job: Sequence[str]) -> str:
     return path.absolute().parent.name if path.stem == "config" else path.stem
 
 
-def _write(plan: Plan, config: Config, notes: Sequence[str], options: Options) -> None:
-    if options.json_file is not None or options.html_file is not None:
+def _write(plan: Plan, config: Config, notes: Sequence[str], options: argparse.Namespace) -> None:
+    files = [file for file in (options.json, options.html) if file is not None]
+    if files:
         from fuligo.planner.plan import plan_document
 
         document = plan_document(plan, config, notes)
-        if options.json_file is not None:
-            _write_text("--json", options.json_file, json.dumps(document, indent=1) + "\n")
-        if options.html_file is not None:
+        if options.json is not None:
+            _write_text("--json", options.json, json.dumps(document, indent=1) + "\n")
+        if options.html is not None:
             from fuligo.planner.html import plan_page
 
-            _write_text("--html", options.html_file, plan_page(document))
-    if STANDARD_OUTPUT not in (options.json_file, options.html_file):
+            _write_text("--html", options.html, plan_page(document))
+    if STANDARD_OUTPUT not in files:
         from rich.console import Console
 
         from fuligo.planner.report import print_report
 
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
         print_report(plan, config, console, notes)
-        for file in (options.json_file, options.html_file):
-            if file is not None:
-                console.print(f"wrote {file}", markup=False, soft_wrap=True)
+        for file in files:
+            console.print(f"wrote {file}", markup=False, soft_wrap=True)
 
 
 def _write_text(option: str, file: str, text: str) -> None:

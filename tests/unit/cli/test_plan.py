@@ -12,10 +12,9 @@ import jsonschema
 import pytest
 
 from fuligo import cli
-from fuligo.cli.plan import STANDARD_OUTPUT, Options, plan_name, split_options
+from fuligo.cli.plan import STANDARD_OUTPUT, plan_name, split_options
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
-from fuligo.planner.subject import Assumed
 from tests import tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -178,9 +177,12 @@ def test_help_on_a_flag_of_the_job(run_plan: RunPlan):
 
 def test_own_options_may_stand_anywhere():
     arguments = ["--gpu", "b200", "--config", "run.yaml", "--json", "--lr", "1e-6", "--html=p.html", "--host-memory", "512"]
-    assumed, given = Assumed(kept_share=0.6, accept_length=2.4), ["--kept-share", "0.6", "--accept-length=2.4"]
-    job = ("--config", "run.yaml", "--lr", "1e-6")
-    assert split_options([*arguments, *given]) == Options("b200", 512 * 1024**3, assumed, STANDARD_OUTPUT, "p.html", job)
+    options, job = split_options([*arguments, "--kept-share", "0.6", "--accept-length=2.4"])
+    assert job == ["--config", "run.yaml", "--lr", "1e-6"]
+    assert vars(options) == {
+        **{"gpu": "b200", "host_memory": 512, "kept_share": 0.6, "accept_length": 2.4},
+        **{"json": STANDARD_OUTPUT, "html": "p.html"},
+    }
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_fuligo_plan(page: Path, arguments: list[str], reader_directory: Path):
     if file is None or Path(arguments[file]).exists():
         assert plan.main(arguments) in (0, 2)
     else:
-        parse(plan.split_options([*arguments[: file - 1], *arguments[file + 1 :]]).job)
+        parse(plan.split_options([*arguments[: file - 1], *arguments[file + 1 :]])[1])
 
 
 @pytest.mark.parametrize(("page", "arguments"), commands_of_all_pages("fuligo", "import-script"))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cli import import_script, launch, view
-from fuligo.cli.plan import OWN_OPTIONS
+from fuligo.cli import import_script, launch, plan, view
 from fuligo.cli.serve import _parser
 from fuligo.config.flag import option_name
 from fuligo.config.flags import Kind, flags, passthrough_flags
@@ -20,7 +19,7 @@ OUR_PATH = re.compile(r"`((?:fuligo|tests|docs|examples|benchmarks)/[\w./-]+)`")
 FLAG_IN_CODE = re.compile(r"`[^`\n]*`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 NO_FLAGS_OF_A_CONFIG = {"--config", "--help"}
-_OTHERS = (import_script.parser(), launch.parser(), view.parser(), fp8_plan.parser())
+_OTHERS = (import_script.parser(), launch.parser(), plan.parser(), view.parser(), fp8_plan.parser())
 OF_OTHER_SYSTEMS = {option_name(name) for name in (*moved(), *LEFT_OUT)}
 OF_OTHER_COMMANDS = {option for made in _OTHERS for option in made._option_string_actions}
 OF_OTHER_PROGRAMS = {
@@ -67,15 +66,7 @@ def test_named_flags_exist(page: Path):
     passed_through = [flag for group in ("sglang", "router", "megatron") for flag in passthrough_flags(group).values()]
     ours = {flag.option for flag in [*flags().values(), *passed_through]}
     ours |= {option_name(f"no_{flag.flat_name}") for flag in flags().values() if flag.kind is Kind.BOOL}
-    known = (
-        ours
-        | set(_parser()._option_string_actions)
-        | set(OWN_OPTIONS)
-        | OF_OTHER_COMMANDS
-        | OF_OTHER_SYSTEMS
-        | OF_OTHER_PROGRAMS
-        | NO_FLAGS_OF_A_CONFIG
-    )
+    known = ours | set(_parser()._option_string_actions) | OF_OTHER_COMMANDS | OF_OTHER_SYSTEMS | OF_OTHER_PROGRAMS | NO_FLAGS_OF_A_CONFIG
     named = [flag for code in FLAG_IN_CODE.findall(without_code_blocks(page)) for flag in FLAG.findall(code)]
     unknown = [flag for flag in named if not any(option == flag or (flag.endswith("-") and option.startswith(flag)) for option in known)]
     assert unknown == []

@@ -12,10 +12,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from fuligo.observability.progress import Answer, BeforeAfter, Curves, Panel, before_after_table
+from fuligo.observability.progress import LiveProgress, before_after_table
+from fuligo.types import Sample, SampleGroup
 
 WIDTH = 104
 NUM_ROWS = 6
@@ -23,28 +25,30 @@ FONT_FROM_THE_WEB = re.compile(r"@font-face\s*\{[^}]*\}")
 """Pictures in a repository load nothing from elsewhere; the reader's own monospace font will do."""
 
 
-def panel(run_dir: Path, title: str) -> Panel:
+def panel(run_dir: Path, title: str) -> LiveProgress:
     """Return the progress panel at the end of the run."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    curves = Curves(title, num_rollouts=len(records))
+    progress = LiveProgress(Console(), title, len(records))
     for record in records:
-        curves.record(record)
-    return Panel(curves)
+        progress.record(record)
+    return progress
 
 
-def answers(evaluation: Path) -> dict[str, tuple[str, Answer]]:
-    """Question -> (label, first answer) of an evaluation, in the order of the dataset."""
-    first: dict[str, tuple[str, Answer]] = {}
+def answers(evaluation: Path) -> dict[str, SampleGroup]:
+    """Question -> first answer of an evaluation, in the order of the dataset."""
+    first: dict[str, SampleGroup] = {}
     for row in pq.read_table(evaluation, columns=["prompt", "label", "response", "reward"]).to_pylist():
         question = json.loads(row["prompt"])[-1]["content"]
-        first.setdefault(question, (row["label"], Answer(row["response"], row["reward"] == 1)))
+        sample = Sample(0, 0, question, np.empty(0, np.int32), row["label"], response=row["response"], reward=row["reward"])
+        first.setdefault(question, SampleGroup(0, 0, [sample]))
     return first
 
 
-def before_and_after(run_dir: Path) -> list[BeforeAfter]:
+def before_and_after(run_dir: Path) -> tuple[list[SampleGroup], list[SampleGroup]]:
     evaluations = sorted((run_dir / "eval").glob("eval_*.parquet"))
     before, after = answers(evaluations[0]), answers(evaluations[-1])
-    return [BeforeAfter(question, label, answer, after[question][1]) for question, (label, answer) in before.items()][:NUM_ROWS]
+    questions = list(before)[:NUM_ROWS]
+    return [before[question] for question in questions], [after[question] for question in questions]
 
 
 def draw(run_dir: Path, last_line: str) -> str:
@@ -52,7 +56,7 @@ def draw(run_dir: Path, last_line: str) -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(panel(run_dir, f"runs/{run_dir.name}"))
     console.print()
-    console.print(before_after_table(before_and_after(run_dir)))
+    console.print(before_after_table(*before_and_after(run_dir)))
     console.print(last_line, style="bold", markup=False)
     svg = FONT_FROM_THE_WEB.sub("", console.export_svg(title="fuligo quickstart", unique_id="fuligo-quickstart"))
     return "\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n"

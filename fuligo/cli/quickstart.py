@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from fuligo.job import run_to_end
+    from fuligo.observability.progress import before_after_table
 
     console = Console(highlight=False)
     console.print(
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     outcome = run_to_end(config)
     before, after = outcome.evaluations[0], outcome.evaluations[-1]
-    _show_answers(console, before.groups["held_out"], after.groups["held_out"])
+    console.print(before_after_table(*(each.groups["held_out"][:NUM_ROWS_SHOWN] for each in (before, after))))
     report = _write_report(run_dir)
     console.print(
         f"report       {report} (open it in a browser)\n"
@@ -85,18 +86,3 @@ def _write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     write_report([RunReader(run_dir, run_dir.name)], path, ReportSize(num_steps=8, num_groups=2, num_troubled=8))
     return path
-
-
-def _show_answers(console, before, after) -> None:
-    """Print one answer to each held-out prompt, before and after."""
-    from fuligo.observability.progress import Answer, BeforeAfter, before_after_table
-
-    def answer(group) -> Answer:
-        sample = group.samples[0]
-        return Answer(sample.response, sample.reward_value() == 1)
-
-    rows = [
-        BeforeAfter(first.samples[0].prompt[-1]["content"], str(first.samples[0].label), answer(first), answer(last))
-        for first, last in list(zip(before, after, strict=True))[:NUM_ROWS_SHOWN]
-    ]
-    console.print(before_after_table(rows))

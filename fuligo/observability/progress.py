@@ -8,8 +8,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,6 +22,7 @@ from rich.text import Text
 from fuligo.observability.jsonl import Record
 from fuligo.observability.trace import DOING
 from fuligo.quantities import count
+from fuligo.types import Sample, SampleGroup
 
 REFRESH_PER_S = 4
 MAX_ALIKE = 3
@@ -71,13 +72,23 @@ class _ConsoleHandler(logging.Handler):
 
 
 class Progress:
-    """Display of a run's phases and steps, as a context manager, so that it can restore the terminal. This base class shows nothing."""
+    """Display of a run's phases and steps, as a context manager, so that it can restore the terminal. This base class shows nothing.
+
+    Args:
+        console: console that also shows warnings; None: nothing is shown
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+        self._shown = ExitStack()
 
     def __enter__(self) -> Self:
+        if self._console is not None:
+            self._shown.enter_context(warnings_shown_on(self._console))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        self._shown.close()
 
     def phase(self, name: str, step: int) -> None:
         """Show that a phase begins (called by `Trace`)."""
@@ -92,20 +103,12 @@ class Progress:
 def open_progress(
     mode: Literal["auto", "rich", "plain", "none"], title: str, num_rollouts: int, *, start: int = 0, console: Console | None = None
 ) -> Progress:
-    """Return the progress display of a mode.
-
-    Args:
-        mode: auto is rich on a terminal and plain elsewhere.
-        title: name or directory of the run.
-        num_rollouts: number of rollouts of the whole run.
-        start: step at which the run starts or resumes.
-        console: console to write to (default: standard output).
-    """
+    """Return the progress display of a mode, on standard output by default; auto is rich on a terminal and plain elsewhere."""
     if mode == "none":
         return Progress()
     console = console or Console(highlight=False)
     if mode == "rich" or (mode == "auto" and console.is_terminal):
-        return LiveProgress(console, Curves(title, num_rollouts, start))
+        return LiveProgress(console, title, num_rollouts, start=start)
     return PlainProgress(console, num_rollouts)
 
 
@@ -113,16 +116,9 @@ class PlainProgress(Progress):
     """Progress as one line per step, for logs and pipes."""
 
     def __init__(self, console: Console, num_rollouts: int) -> None:
-        self._console = console
+        super().__init__(console)
         self._num_rollouts = num_rollouts
-        self._warnings = warnings_shown_on(console)
-
-    def __enter__(self) -> Self:
-        self._warnings.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._warnings.__exit__(None, None, None)
+        self._print = partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
     def record(self, record: Record) -> None:
         fields = [
@@ -144,127 +140,90 @@ class PlainProgress(Progress):
         for name, text in _evaluated(metrics, first).items():
             self._print(f"eval {num_rollouts}/{self._num_rollouts}  {name}  {text}")
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+class LiveProgress(Progress):
+    """Progress as a panel of a few lines, at most 100 columns wide, redrawn in place. Its last state stays on the terminal."""
 
-@dataclass(slots=True)
-class Curves:
-    """State of a run that the panel shows."""
+    def __init__(
+        self, console: Console, title: str, num_rollouts: int, *, start: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(console)
+        self._live = Live(self, console=console, refresh_per_second=REFRESH_PER_S, redirect_stdout=True, redirect_stderr=True)
+        self._title = title
+        self._num_rollouts = num_rollouts
+        self._start = start
+        self._clock = clock
+        self._reward: list[float] = []
+        self._length: list[float] = []
+        self._latest: Record = {}
+        self._evaluated: dict[str, str] = {}
+        """Latest evaluation as text, by name of the dataset."""
+        self._doing: tuple[str, int] | None = None
+        """Current phase and its step; None between phases."""
+        self._begun_s = self._doing_since_s = clock()
 
-    title: str
-    num_rollouts: int
-    start: int = 0
-    clock: Callable[[], float] = time.monotonic
-    reward: list[float] = field(default_factory=list)
-    length: list[float] = field(default_factory=list)
-    latest: Record = field(default_factory=dict)
-    evaluated: dict[str, str] = field(default_factory=dict)
-    """Latest evaluation as text, by name of the dataset."""
-    doing: tuple[str, int] | None = None
-    """Current phase and its step; None between phases."""
-    doing_since_s: float = 0.0
-    """Time of `clock` at which the current phase began."""
-    begun_s: float = 0.0
-    """Time of `clock` at which the run started or resumed."""
+    def __enter__(self) -> Self:
+        self._shown.enter_context(self._live)
+        return super().__enter__()
 
-    def __post_init__(self) -> None:
-        self.begun_s = self.doing_since_s = self.clock()
+    def __exit__(self, *exception: object) -> None:
+        self._doing = None
+        super().__exit__(*exception)
 
     def phase(self, name: str, step: int) -> None:
-        self.doing, self.doing_since_s = (name, step), self.clock()
+        self._doing, self._doing_since_s = (name, step), self._clock()
 
     def record(self, record: Record) -> None:
-        self.latest = record
-        for values, key in ((self.reward, "rollout/reward_mean"), (self.length, "rollout/response_len_mean")):
+        self._latest = record
+        for values, key in ((self._reward, "rollout/reward_mean"), (self._length, "rollout/response_len_mean")):
             if math.isfinite(record.get(key, math.nan)):
                 values.append(record[key])
 
-    @property
-    def num_done(self) -> int:
-        """Number of complete rollouts."""
-        return self.latest["step"] + 1 if self.latest else self.start
-
-    def eta_s(self) -> float | None:
-        """Return the seconds until the end of the run at the pace so far; None before the first step."""
-        here = self.num_done - self.start
-        return (self.clock() - self.begun_s) / here * (self.num_rollouts - self.num_done) if here else None
-
-
-class LiveProgress(Progress):
-    """Progress as a panel of a few lines, redrawn in place. The last state stays on the terminal when the run ends."""
-
-    def __init__(self, console: Console, curves: Curves) -> None:
-        self._curves = curves
-        self._warnings = warnings_shown_on(console)
-        self._live = Live(Panel(curves), console=console, refresh_per_second=REFRESH_PER_S, redirect_stdout=True, redirect_stderr=True)
-
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        self._warnings.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._curves.doing = None
-        self._warnings.__exit__(None, None, None)
-        self._live.__exit__(None, None, None)
-
-    def phase(self, name: str, step: int) -> None:
-        self._curves.phase(name, step)
-
-    def record(self, record: Record) -> None:
-        self._curves.record(record)
-
     def evaluation(self, num_rollouts: int, metrics: Record, first: Record | None) -> None:
-        self._curves.evaluated = _evaluated(metrics, first)
+        self._evaluated = _evaluated(metrics, first)
 
-
-@dataclass(slots=True)
-class Panel:
-    """Panel, which Rich renders at the available width, at most 100 columns."""
-
-    curves: Curves
+    @property
+    def _num_done(self) -> int:
+        """Number of complete rollouts."""
+        return self._latest["step"] + 1 if self._latest else self._start
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        curves, width = self.curves, min(options.max_width, 100)
+        width = min(options.max_width, 100)
         yield self._header(width)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True, min_width=6)
         grid.add_column(no_wrap=True, overflow="ellipsis", max_width=width - 10)
         curve_width = max(8, width - 34)
-        grid.add_row(
-            "reward", _curve(curves.reward, ".3f", curve_width, "green", low=min([0.0, *curves.reward]), high=max([1.0, *curves.reward]))
-        )
-        grid.add_row("length", _curve(curves.length, ".1f", curve_width, "cyan", low=0.0))
-        for name, text in curves.evaluated.items():
+        low, high = min([0.0, *self._reward]), max([1.0, *self._reward])
+        grid.add_row("reward", _curve(self._reward, ".3f", curve_width, "green", low=low, high=high))
+        grid.add_row("length", _curve(self._length, ".1f", curve_width, "cyan", low=0.0))
+        for name, text in self._evaluated.items():
             grid.add_row("eval", f"{name}  {text}")
-        latest = self.curves.latest
         parts = [
-            _field(latest, "", "rollout/tokens_per_s", ",.0f", " tokens/s sampled"),
-            _field(latest, "", "train/tokens_per_s", ",.0f", " trained"),
-            _field(latest, "", "perf/step_s", ".2f", " s per step"),
+            _field(self._latest, "", "rollout/tokens_per_s", ",.0f", " tokens/s sampled"),
+            _field(self._latest, "", "train/tokens_per_s", ",.0f", " trained"),
+            _field(self._latest, "", "perf/step_s", ".2f", " s per step"),
         ]
         grid.add_row("speed", Text(" · ".join(part.strip() for part in parts if part) or "-"))
         grid.add_row("now", self._now())
         yield grid
 
     def _header(self, width: int) -> Text:
-        curves = self.curves
-        eta = curves.eta_s()
-        right = f"step {curves.num_done}/{curves.num_rollouts}"
-        if eta is not None and curves.num_done < curves.num_rollouts:
-            right += f"  {_duration(eta)} left"
-        left = Text("fuligo  ", style="bold").append(curves.title, style="not bold")
+        done, here = self._num_done, self._num_done - self._start
+        right = f"step {done}/{self._num_rollouts}"
+        if here and done < self._num_rollouts:  # the pace is known
+            left_s = (self._clock() - self._begun_s) / here * (self._num_rollouts - done)
+            right += f"  {_duration(left_s)} left"
+        left = Text("fuligo  ", style="bold").append(self._title, style="not bold")
         left.truncate(max(8, width - len(right) - 2), overflow="ellipsis")
         return left.append(" " * max(2, width - left.cell_len - len(right))).append(right, style="not bold")
 
     def _now(self) -> Text:
-        curves = self.curves
-        if curves.doing is None:
-            return Text("done" if curves.num_done >= curves.num_rollouts else "stopped" if curves.latest else "starting")
-        name, step = curves.doing
-        elapsed = _duration(curves.clock() - curves.doing_since_s)
+        if self._doing is None:
+            return Text("done" if self._num_done >= self._num_rollouts else "stopped" if self._latest else "starting")
+        name, step = self._doing
         of_step = f", step {step + 1}" if name in _OF_A_STEP else ""
+        elapsed = _duration(self._clock() - self._doing_since_s)
         return Text(f"{DOING.get(name, name)}{of_step}").append(f"  {elapsed}", style="dim")
 
 
@@ -305,13 +264,9 @@ def _duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """Return `values` as a line of bar characters, at most `width` long; if there are more values, averages over equal intervals.
+    """Return finite values as a line of bar characters, at most `width` long; if there are more values, averages over equal intervals.
 
-    Args:
-        values: finite numbers, oldest first.
-        width: characters.
-        low: value of the lowest bar (default: the smallest value).
-        high: value of the highest bar (default: the largest value).
+    The lowest bar is at `low` (default: the smallest value), the highest at `high` (default: the largest value).
     """
     points = _shorten(values, width)
     if not points:
@@ -331,26 +286,8 @@ def _shorten(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
 
 
-@dataclass(slots=True, frozen=True)
-class Answer:
-    """Response, and whether it is correct."""
-
-    text: str
-    right: bool
-
-
-@dataclass(slots=True, frozen=True)
-class BeforeAfter:
-    """Held-out prompt with a response from before and one from after training."""
-
-    prompt: str
-    label: str
-    before: Answer
-    after: Answer
-
-
-def before_after_table(rows: Sequence[BeforeAfter]) -> Table:
-    """Return a table of answers before and after training.
+def before_after_table(before: Sequence[SampleGroup], after: Sequence[SampleGroup]) -> Table:
+    """Return a table of the first answer to each prompt before and after training.
 
     Correct answers are green with a check mark, wrong ones red with a cross, so that the table is readable without colors.
     """
@@ -359,14 +296,15 @@ def before_after_table(rows: Sequence[BeforeAfter]) -> Table:
     table.add_column("before", overflow="fold", ratio=2)
     table.add_column("after", overflow="fold", ratio=2)
     table.add_column("label", overflow="fold", justify="right")
-    for row in rows:
-        table.add_row(Text(_one_line(row.prompt)), _answer(row.before), _answer(row.after), Text(row.label))
+    for first, last in ((first.samples[0], last.samples[0]) for first, last in zip(before, after, strict=True)):
+        prompt = first.prompt if isinstance(first.prompt, str) else first.prompt[-1]["content"]
+        table.add_row(Text(_one_line(prompt)), _answer(first), _answer(last), Text(str(first.label)))
     return table
 
 
-def _answer(answer: Answer) -> Text:
-    mark, style = ("✓", "green") if answer.right else ("✗", "red")
-    return Text(f"{mark} {_one_line(answer.text) or '(nothing)'}", style=style)
+def _answer(sample: Sample) -> Text:
+    mark, style = ("✓", "green") if sample.reward_value() == 1 else ("✗", "red")
+    return Text(f"{mark} {_one_line(sample.response) or '(nothing)'}", style=style)
 
 
 def _one_line(text: str) -> str:

@@ -3,17 +3,16 @@
 import io
 import logging
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from fuligo.observability.progress import (
-    Answer,
-    BeforeAfter,
-    Curves,
     LiveProgress,
-    Panel,
     PlainProgress,
     Progress,
     before_after_table,
@@ -21,6 +20,7 @@ from fuligo.observability.progress import (
     show_origin,
     warnings_before_progress,
 )
+from fuligo.types import Sample, SampleGroup
 
 
 class Clock:
@@ -46,19 +46,23 @@ def record(step: int, reward: float = 0.5) -> dict:
     }
 
 
-def drawn(curves: Curves, width: int = 80) -> list[str]:
+def live(title: str, num_rollouts: int, *, start: int = 0, clock: Callable[[], float] = time.monotonic) -> LiveProgress:
+    return LiveProgress(Console(), title, num_rollouts, start=start, clock=clock)
+
+
+def drawn(progress: LiveProgress, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, record=True, color_system=None)
-    console.print(Panel(curves))
+    console.print(progress)
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
 def test_panel_shows_the_phase_before_the_first_step() -> None:
     clock = Clock()
-    curves = Curves("runs/demo", 40, clock=clock)
-    assert drawn(curves)[-1].split() == ["now", "starting"]
-    curves.phase("rollout", 0)
+    panel = live("runs/demo", 40, clock=clock)
+    assert drawn(panel)[-1].split() == ["now", "starting"]
+    panel.phase("rollout", 0)
     clock.now_s += 75
-    assert drawn(curves) == [
+    assert drawn(panel) == [
         "fuligo  runs/demo" + " " * 54 + "step 0/40",
         "reward  -",
         "length  -",
@@ -81,63 +85,63 @@ def test_an_evaluation_is_shown_beside_the_first_one() -> None:
         "eval 20/40  a/b  mean@1 0.500",
     ]
 
-    curves = Curves("runs/demo", 40, clock=Clock())
-    LiveProgress(console, curves).evaluation(20, EVALUATION, {"eval/gsm8k/mean@4": 0.35})
-    assert drawn(curves)[3:5] == ["eval    gsm8k  mean@4 0.350 -> 0.960 (3 failed)", "eval    a/b  mean@1 0.500"]
+    panel = live("runs/demo", 40)
+    panel.evaluation(20, EVALUATION, {"eval/gsm8k/mean@4": 0.35})
+    assert drawn(panel)[3:5] == ["eval    gsm8k  mean@4 0.350 -> 0.960 (3 failed)", "eval    a/b  mean@1 0.500"]
 
 
-def test_curves_and_pace_follow_the_records() -> None:
+def test_panel_and_pace_follow_the_records() -> None:
     clock = Clock()
-    curves = Curves("runs/demo", 40, clock=clock)
+    panel = live("runs/demo", 40, clock=clock)
     for step in range(10):
         clock.now_s += 2
-        curves.record(record(step, reward=step / 9))
-    curves.phase("train", 10)
-    lines = drawn(curves)
+        panel.record(record(step, reward=step / 9))
+    panel.phase("train", 10)
+    lines = drawn(panel)
     assert lines[0].endswith("step 10/40  1:00 left")
     assert lines[1] == "reward    1.000  ▁▂▃▃▄▅▆▆▇█  from 0.000"
     assert lines[2].startswith("length     11.0  █") and lines[2].endswith("from 20.0")
     assert lines[3] == "speed   12,346 tokens/s sampled · 23,457 trained · 1.25 s per step"
     assert lines[4] == "now     training, step 11  0 s"
-    curves.phase("eval", 10)
-    assert drawn(curves)[4] == "now     evaluating  0 s"
+    panel.phase("eval", 10)
+    assert drawn(panel)[4] == "now     evaluating  0 s"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    curves = Curves("runs/" + "a-long-name-" * 20, 1000)
+    panel = live("runs/" + "a-long-name-" * 20, 1000)
     for step in range(500):
-        curves.record(record(step, reward=-5.0 + step % 7))
-    lines = drawn(curves, width)
+        panel.record(record(step, reward=-5.0 + step % 7))
+    lines = drawn(panel, width)
     assert len(lines) == 5
     assert max(len(line) for line in lines) <= width
 
 
 def test_a_resumed_run_counts_from_its_start() -> None:
     clock = Clock()
-    curves = Curves("runs/demo", 30, start=20, clock=clock)
-    assert "step 20/30" in drawn(curves)[0]
+    panel = live("runs/demo", 30, start=20, clock=clock)
+    assert "step 20/30" in drawn(panel)[0]
     clock.now_s += 4
-    curves.record(record(20))
-    assert drawn(curves)[0].endswith("step 21/30  36 s left")
+    panel.record(record(20))
+    assert drawn(panel)[0].endswith("step 21/30  36 s left")
 
 
 def test_a_run_without_rewards_has_a_panel() -> None:
-    curves = Curves("sft", 2)
-    curves.record({"step": 0, "train/loss": 2.0, "perf/step_s": 0.5})
-    assert drawn(curves)[1:4] == ["reward  -", "length  -", "speed   0.50 s per step"]
+    panel = live("sft", 2)
+    panel.record({"step": 0, "train/loss": 2.0, "perf/step_s": 0.5})
+    assert drawn(panel)[1:4] == ["reward  -", "length  -", "speed   0.50 s per step"]
 
 
 def test_values_that_are_not_finite_are_left_out_of_the_curve() -> None:
-    curves = Curves("demo", 3)
+    panel = live("demo", 3)
     for step, reward in enumerate((0.25, float("nan"))):
-        curves.record(record(step, reward))
-    assert drawn(curves)[1] == "reward    0.250  ▃  from 0.250"
+        panel.record(record(step, reward))
+    assert drawn(panel)[1] == "reward    0.250  ▃  from 0.250"
 
 
 def test_the_live_panel_stays_and_lets_prints_through() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    progress = LiveProgress(console, Curves("runs/demo", 1))
+    progress = LiveProgress(console, "runs/demo", 1)
     with progress:
         progress.phase("rollout", 0)
         print("a warning")
@@ -204,12 +208,17 @@ def test_the_mode_fits_the_console(mode: str, terminal: bool, kind: type) -> Non
 
 
 def test_before_after_table_is_readable_without_colours() -> None:
-    rows = [
-        BeforeAfter("What is\n17 + 25?", "42", Answer("The answer is 41", False), Answer("[bold]42", True)),
-        BeforeAfter("And 1 + 1?", "2", Answer("", False), Answer("2", True)),
-    ]
+    def answered(*responses: tuple[str, float]) -> list[SampleGroup]:
+        prompts, ids = (("What is\n17 + 25?", "42"), ("And 1 + 1?", "2")), np.zeros(1, np.int32)
+        samples = [
+            Sample(0, 0, [{"role": "user", "content": prompt}], ids, label, response=response, reward=reward)
+            for (prompt, label), (response, reward) in zip(prompts, responses, strict=True)
+        ]
+        return [SampleGroup(number, number, [sample]) for number, sample in enumerate(samples)]
+
+    before, after = answered(("The answer is 41", 0.0), ("", 0.0)), answered(("[bold]42", 1.0), ("2", 1.0))
     console = Console(file=io.StringIO(), width=80, record=True, color_system="truecolor")
-    console.print(before_after_table(rows))
+    console.print(before_after_table(before, after))
     styled = console.export_text(styles=True, clear=False)
     lines = [line.strip() for line in console.export_text().splitlines() if line.strip()]
     assert re.fullmatch(r"What is 17 \+ 25\?\s+✗ The answer is 41\s+✓ \[bold\]42\s+42", lines[2])

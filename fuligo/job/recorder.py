@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,7 +17,6 @@ from fuligo.observability.progress import Progress
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.samples import Training
 from fuligo.observability.sinks import Sink
-from fuligo.observability.trace import Phase
 from fuligo.observability.viewer.alarms import alarms
 from fuligo.observability.viewer.metric_columns import MetricColumns
 from fuligo.rollout.evaluate import Evaluation
@@ -32,15 +32,7 @@ TRAINER_PHASES = ("score", "train")
 def step_record(
     step: int, policy_version: int, rollout: Mapping[str, float], result: StepResult | None, perf: Mapping[str, float]
 ) -> Record:
-    """Return the line of `metrics.jsonl` for one step.
-
-    Args:
-        step: rollout id.
-        policy_version: version of the weights after the step.
-        rollout: `rollout/*`, `engine/*`.
-        result: result of training; None if nothing was trained.
-        perf: `perf/*`, from `perf_metrics`.
-    """
+    """Return the line of `metrics.jsonl` for one step, after which the weights have `policy_version`."""
     train = result.metrics if result is not None else {}
     return {"step": step, "policy_version": policy_version, "time": time.time(), **_numbers(rollout), **_numbers(train), **_numbers(perf)}
 
@@ -165,7 +157,7 @@ class RunRecorder:
         self._columns = MetricColumns(directory.path / "metrics.jsonl")
         self._alarms_told: set[tuple[str, int]] = set()
 
-    def phase(self, name: str, step: int) -> Phase:
+    def phase(self, name: str, step: int) -> AbstractContextManager[None]:
         """Time a phase of the driver; it becomes `perf/<name>_s` of the step and an event of the trace."""
         return self._directory.trace.phase(name, step)
 
@@ -219,9 +211,7 @@ class RunRecorder:
     def record_evaluation(self, num_rollouts: int, evaluation: Evaluation) -> None:
         """Write an evaluation to disk, the sinks and the console.
 
-        Args:
-            num_rollouts: complete rollouts, equal to the step that the same weights sample next; 0 is the untrained policy.
-            evaluation: samples and metrics `eval/*`.
+        After `num_rollouts` complete rollouts, the same weights sample the step of this number next; 0 is the untrained policy.
         """
         logged = self._log_hooks.evaluation(num_rollouts, evaluation)
         metrics = logged.metrics

@@ -9,12 +9,11 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -60,51 +59,58 @@ Event = dict[str, Any]
 
 
 @dataclass(eq=False)
-class Phase:
-    """Phase of the driver: `with trace.phase("train", step): ...`. Phases may nest and overlap."""
+class _Phase:
+    """Phase of the driver in progress, and its track."""
 
     trace: Trace
-    name: str
-    step: int
-    lane: int = 0
-    start_s: float = 0.0
-    parent: Phase | None = field(default=None, repr=False)
-    """Phase inside which this one began; None if there is none."""
-
-    def __enter__(self) -> Phase:
-        self.trace._enter(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.trace._exit(self, failed=kind is not None)
+    lane: int
 
 
-_current_phase: ContextVar[Phase | None] = ContextVar("current_phase", default=None)
+_current_phase: ContextVar[_Phase | None] = ContextVar("current_phase", default=None)
+"""Phase inside which a phase of this task begins; None if there is none."""
 
 
 class Trace:
     """Writer of a trace. Safe to use from several tasks and threads; phases that overlap get their own tracks."""
 
     def __init__(self, path: Path, *, max_bytes: int = 64 * 1024**2) -> None:
-        """Open a trace.
-
-        Args:
-            path: file to write; appended to if it exists.
-            max_bytes: size beyond which only phases are written.
-        """
+        """Open a trace to continue it. Beyond `max_bytes`, only phases are written."""
         self.on_phase: PhaseListener | None = None
         """Function called with name and step when a phase begins; None: none."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._lanes: list[list[Phase]] = []
+        self._lanes: list[list[_Phase]] = []
         self._durations: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._epoch_s = time.time() - time.perf_counter()
         self.path = path
         self._open()
 
-    def phase(self, name: str, step: int) -> Phase:
-        """Return a context manager that times a phase of rollout `step`; `name` is usually a key of `DOING`."""
-        return Phase(self, name, step)
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Time a phase of rollout `step` in a block; `name` is usually a key of `DOING`. Phases may nest and overlap."""
+        parent = _current_phase.get()
+        with self._lock:
+            # A second child at the same time would overlap the first on the track of their parent.
+            nested = parent is not None and parent.trace is self and self._lanes[parent.lane][-1:] == [parent]
+            phase = _Phase(self, parent.lane if parent is not None and nested else self._free_lane())
+            self._lanes[phase.lane].append(phase)
+            start_s = time.perf_counter()
+        _current_phase.set(phase)
+        self._write([_begin(name, step, self._epoch_s + start_s)])
+        if self.on_phase is not None:
+            self.on_phase(name, step)
+        args, suppressed = {"step": step, "failed": True}, suppress(FuligoError)  # the phase's own error must be raised
+        try:
+            yield
+            args, suppressed = {"step": step}, nullcontext()
+        finally:
+            _current_phase.set(parent)
+            with self._lock:
+                duration = time.perf_counter() - start_s
+                self._lanes[phase.lane].remove(phase)
+                self._durations[step][name] += duration
+            with suppressed:
+                self._write([_complete(name, (DRIVER_PID, phase.lane), self._epoch_s + start_s, duration, args)])
 
     def samples(self, step: int, samples: Iterable[Sample]) -> None:
         """Write the spans of a rollout's samples, packed into few tracks."""
@@ -112,12 +118,7 @@ class Trace:
             self._write_named(_sample_events(step, samples))
 
     def ranks(self, step: int, spans: Sequence[Sequence[Span]]) -> None:
-        """Write the spans of the trainer ranks since the previous training.
-
-        Args:
-            step: rollout that the ranks have just trained on
-            spans: spans by rank; their times are those of the rank's clock
-        """
+        """Write the spans of the trainer ranks, [rank][span], since the previous training; `step` is what they have just trained on."""
         if self._num_bytes < self._max_bytes:
             self._write_named(_rank_events(step, spans))
 
@@ -150,33 +151,6 @@ class Trace:
             append(self._fd, _ARRAY_START, self.path)
             names = {DRIVER_PID: "driver", **{pid: f"samples: {name}" for name, pid in SAMPLE_PIDS.items()}, OTHER_PID: "samples: other"}
             self._write([_process_name(pid, name) for pid, name in names.items()])
-
-    def _enter(self, phase: Phase) -> None:
-        phase.parent = parent = _current_phase.get()
-        with self._lock:
-            nested = parent is not None and parent.trace is self and self._innermost(parent)
-            phase.lane = parent.lane if parent is not None and nested else self._free_lane()
-            self._lanes[phase.lane].append(phase)
-            phase.start_s = time.perf_counter()
-        _current_phase.set(phase)
-        self._write([_begin(phase.name, phase.step, self._epoch_s + phase.start_s)])
-        if self.on_phase is not None:
-            self.on_phase(phase.name, phase.step)
-
-    def _exit(self, phase: Phase, *, failed: bool) -> None:
-        _current_phase.set(phase.parent)
-        with self._lock:
-            duration = time.perf_counter() - phase.start_s
-            self._lanes[phase.lane].remove(phase)
-            self._durations[phase.step][phase.name] += duration
-        args = {"step": phase.step, "failed": True} if failed else {"step": phase.step}
-        with suppress(FuligoError) if failed else nullcontext():  # the phase's own error must be raised
-            self._write([_complete(phase.name, (DRIVER_PID, phase.lane), self._epoch_s + phase.start_s, duration, args)])
-
-    def _innermost(self, phase: Phase) -> bool:
-        """Return whether no other phase runs inside this one; a second concurrent child would overlap the first on the track."""
-        stack = self._lanes[phase.lane]
-        return bool(stack) and stack[-1] is phase
 
     def _free_lane(self) -> int:
         for lane, stack in enumerate(self._lanes):

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
@@ -52,25 +52,17 @@ def usage_metrics(readings: Sequence[GpuReading]) -> dict[str, float]:
     """
     if not readings:
         return {}
-    metrics = _known({"perf/gpu_utilization": _utilization(readings), "perf/gpu_memory": _memory(readings)})
+    metrics = _usage(readings, "perf/gpu_utilization", "perf/gpu_memory")
     indices = sorted({reading.index for reading in readings})
     for index in indices if len(indices) > 1 else ():
         own = [reading for reading in readings if reading.index == index]
-        metrics |= _known({f"perf/gpu/{index}/utilization": _utilization(own), f"perf/gpu/{index}/memory": _memory(own)})
+        metrics |= _usage(own, f"perf/gpu/{index}/utilization", f"perf/gpu/{index}/memory")
     return metrics
 
 
-def _utilization(readings: Sequence[GpuReading]) -> float | None:
+def _usage(readings: Sequence[GpuReading], utilization: str, memory: str) -> dict[str, float]:
     known = [reading.utilization for reading in readings if reading.utilization is not None]
-    return fmean(known) if known else None
-
-
-def _memory(readings: Sequence[GpuReading]) -> float:
-    return max(reading.memory for reading in readings)
-
-
-def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if value is not None}
+    return ({utilization: fmean(known)} if known else {}) | {memory: max(reading.memory for reading in readings)}
 
 
 class GpuMonitor:

@@ -89,6 +89,9 @@ SCHEMA = pa.schema(
     ]
 )
 """Chat messages, metadata, and labels other than strings are JSON. Columns of the trainer are null for samples that it did not train on."""
+_PLAIN = ("index", "group_index", "finish_reason", "engine", "response_length")
+_ARRAYS_OF_SAMPLES = ("prompt_ids", "response_ids", "loss_mask", "engine_logprobs", "versions")
+_ARRAYS_OF_TRAINING = ("ref_logprobs", "values", "returns", "advantages")
 _REPETITIVE = ["prompt", "response", "label", "status", "finish_reason", "drop_reason", "error", "metadata"]
 """Columns written with a dictionary; for token arrays, building one costs more than it saves."""
 VERSIONS_IN_FOOTER = "versions.list.element"
@@ -129,9 +132,19 @@ def sample_table(
     trained = [None if position is None else training.samples[position] for position in positions]
     scores = [None if position is None else (training.scores or {}).get(position) for position in positions]
     rewards = [_scalar_reward(sample, reward_key) for sample in samples]
+    arrays = {
+        **{name: [getattr(sample, name) for sample in samples] for name in _ARRAYS_OF_SAMPLES},
+        **{name: [getattr(row, name) if row else None for row in trained] for name in _ARRAYS_OF_TRAINING},
+        "trainer_logprobs": [_trainer_logprobs(row, score) for row, score in zip(trained, scores, strict=True)],
+        "teacher_logprobs": [
+            row.teacher_logprobs if row is not None and row.teacher_logprobs is not None else sample.teacher_logprobs
+            for sample, row in zip(samples, trained, strict=True)
+        ],
+        "entropy": [score.entropy if score else None for score in scores],
+    }
     columns: dict[str, Any] = {
-        "index": [sample.index for sample in samples],
-        "group_index": [sample.group_index for sample in samples],
+        **{name: [getattr(sample, name) for sample in samples] for name in _PLAIN},
+        **{name: _lists(rows, SCHEMA.field(name).type.value_type.to_pandas_dtype()) for name, rows in arrays.items()},
         "prompt": [_text(sample.prompt) for sample in samples],
         "response": [_text(sample.response) for sample in samples],
         "label": [_text(sample.label) for sample in samples],
@@ -141,33 +154,12 @@ def sample_table(
         ],
         "parts": [_reward_parts(sample) for sample in samples],
         "status": [str(sample.status) for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
         "kept": [group.kept for group in owners],
         "drop_reason": [group.drop_reason for group in owners],
         "error": [_text(sample.error or sample.judge_error) for sample in samples],
-        "engine": [sample.engine for sample in samples],
-        "response_length": [len(sample.response_ids) for sample in samples],
         "advantage_mean": [float(row.advantages.mean()) if row and len(row.advantages) else None for row in trained],
         "oldest_version": [int(sample.versions.min()) if len(sample.versions) else None for sample in samples],
         "prompt_key": _prompt_keys(groups),
-        "prompt_ids": _lists([sample.prompt_ids for sample in samples], np.int32),
-        "response_ids": _lists([sample.response_ids for sample in samples], np.int32),
-        "loss_mask": _lists([sample.loss_mask for sample in samples], np.int8),
-        "engine_logprobs": _lists([sample.engine_logprobs for sample in samples], np.float32),
-        "trainer_logprobs": _lists([_trainer_logprobs(row, score) for row, score in zip(trained, scores, strict=True)], np.float32),
-        "ref_logprobs": _lists([row.ref_logprobs if row else None for row in trained], np.float32),
-        "teacher_logprobs": _lists(
-            [
-                row.teacher_logprobs if row is not None and row.teacher_logprobs is not None else sample.teacher_logprobs
-                for sample, row in zip(samples, trained, strict=True)
-            ],
-            np.float32,
-        ),
-        "entropy": _lists([score.entropy if score else None for score in scores], np.float32),
-        "values": _lists([row.values if row else None for row in trained], np.float32),
-        "returns": _lists([row.returns if row else None for row in trained], np.float32),
-        "advantages": _lists([row.advantages if row else None for row in trained], np.float32),
-        "versions": _lists([sample.versions for sample in samples], np.int32),
         "metadata": [_metadata(sample) for sample in samples],
         "spans": _spans(samples),
         "turns": turns_column(samples, _text),
@@ -189,20 +181,16 @@ def write_table(path: Path, table: pa.Table) -> None:
                 use_dictionary=dictionaries,  # pyright: ignore[reportArgumentType] names are accepted, but the annotation says bool
                 write_statistics=[name for name in _IN_FOOTER if name.partition(".")[0] in table.schema.names],  # pyright: ignore[reportArgumentType]
             ) as writer:
-                for rows in _row_groups(table):
-                    writer.write_table(rows)
+                for start in range(0, table.num_rows, ROWS_PER_GROUP):
+                    for rows in _bounded(table.slice(start, ROWS_PER_GROUP)):
+                        writer.write_table(rows)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)  # after a failure
 
 
-def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
-    """Yield the rows of each row group: `ROWS_PER_GROUP`, or fewer if these have more than `BYTES_PER_GROUP`."""
-    for start in range(0, table.num_rows, ROWS_PER_GROUP):
-        yield from _bounded(table.slice(start, ROWS_PER_GROUP))
-
-
 def _bounded(rows: pa.Table) -> Iterator[pa.Table]:
+    """Yield the rows in row groups of at most `BYTES_PER_GROUP`."""
     if rows.num_rows == 1 or rows.nbytes <= BYTES_PER_GROUP:
         yield rows
         return

@@ -31,7 +31,7 @@ from fuligo.observability.viewer.sample_rows import (
     short,
     short_prompt,
 )
-from fuligo.observability.viewer.settings import differences, rows_of
+from fuligo.observability.viewer.settings import differences, setting_rows
 from fuligo.observability.viewer.sources import prompt_segments, sampled_tokens, token_sources
 
 Answer = dict[str, Any]
@@ -40,7 +40,6 @@ SEARCH_BUDGET_S = 0.15
 MAX_HISTORY = 400
 MAX_OTHERS = 16
 _MEMBER_COLUMNS = ("response", "drop_reason", "error")
-_COUNTS = ("num_samples", "num_steps")
 _TOKEN_COLUMNS = ("engine_logprobs", "trainer_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "returns", "advantages")
 _SHOWN_LATEST = ("rollout/reward_mean", "rollout/response_len_mean", "rollout/tokens_per_s", "train/tokens_per_s", "perf/step_s")
 
@@ -49,13 +48,12 @@ def run_answer(run: RunReader) -> Answer:
     run.update_metrics()
     metrics = run.metrics
     state, age_s = run.state()
-    latest = metrics.latest("step")
     return {
         "name": run.name,
         "path": str(run.path.resolve()),
         "state": state,
         "age_s": age_s,
-        "num_done": 0 if latest is None else int(latest) + 1,
+        "num_done": metrics.num_done,
         "num_rollouts": run.num_rollouts,
         "now": asdict(run.now()),
         "clock_s": time.time(),
@@ -101,7 +99,7 @@ def differences_answer(runs: Sequence[RunReader]) -> Answer:
 
 
 def settings_answer(run: RunReader) -> Answer:
-    return {"rows": [asdict(row) for row in rows_of(run.settings)]}
+    return {"rows": [asdict(row) for row in setting_rows([run.settings])]}
 
 
 def samples_answer(run: RunReader, wanted: SampleFilter, order: Order, offset: int, limit: int, of: SampleSet = "train") -> Answer:
@@ -186,15 +184,17 @@ def sample_answer(run: RunReader, step: int, row: int, of: SampleSet = "train") 
         of_group = rows.filter(pc.field("group") == mine["group"])
         members = [member for member in _numbers(of_group) if member["dataset"] == mine["dataset"]]
     texts = _readable_rows(path, [member["row"] for member in members], _MEMBER_COLUMNS)
+    prompt_ids = whole.get("prompt_ids") or []
+    rendered = run.tokens.text(prompt_ids) if prompt_ids else None
     return {
         **mine,
         **{name: whole.get(name) for name in ("label", "finish_reason", "drop_reason", "error", "dataset")},
-        "segments": [asdict(part) for part in prompt_segments(_rendered(run, whole), message_texts(whole.get("prompt")))],
+        "segments": [asdict(part) for part in prompt_segments(rendered, message_texts(whole.get("prompt")))],
         "response": whole.get("response") or "",
         "metadata": _metadata(whole.get("metadata")),
         "spans": whole.get("spans") or [],
         "images": [image["source"] for image in whole.get("images") or []],
-        "prompt_tokens": len(whole.get("prompt_ids") or []),
+        "prompt_tokens": len(prompt_ids),
         "tokens": _tokens(run, whole),
         **_episode(path, rows, mine, whole),
         "members": [{**member, **text} for member, text in zip(members, texts, strict=False)],
@@ -225,11 +225,6 @@ def _shortened(value: Any) -> Any:
         case list():
             return [_shortened(inner) for inner in value]
     return value
-
-
-def _rendered(run: RunReader, whole: Row) -> str | None:
-    ids = whole.get("prompt_ids")
-    return run.tokens.text(ids) if ids else None
 
 
 def _tokens(run: RunReader, whole: Row) -> Answer:
@@ -292,25 +287,19 @@ def prompts_answer(
     shown = prompts.slice(offset, limit)
     by_step = rewards_by_step(table.filter(pc.field("prompt").isin(shown["prompt"].to_pylist())))
     rows = [
-        {**{name: number(row[name]) for name in ("pass_rate", "mean", "first", "last", "change")}, **{name: row[name] for name in _COUNTS}}
-        | {
+        {
+            **{name: number(row[name]) for name in ("pass_rate", "mean", "first", "last", "change")},
+            **{name: row[name] for name in ("num_samples", "num_steps", "dataset")},
             "prompt_key": str(row["prompt"]),
-            "dataset": row["dataset"],
             "steps": by_step[row["prompt"], row["dataset"]],
-            "text": _prompt_text(index, row["newest"], row["row"]),
+            "text": "".join(
+                short_prompt(text.get("prompt")) for text in _readable_rows(index.file(row["newest"]), [row["row"]], ["prompt"])
+            ),
         }
         for row in shown.to_pylist()
     ]
     any_passes = prompts["pass_rate"].null_count < prompts.num_rows
     return {"total": prompts.num_rows, "any_passes": any_passes, "offset": offset, "rows": rows, "indexed": index.progress}
-
-
-def _prompt_text(index: SampleIndex, step: int, row: int) -> str:
-    path = index.file(step)
-    try:
-        return short_prompt(read_rows(path, [row], ["prompt"])[0]["prompt"]) if path is not None else ""
-    except (*UNREADABLE, IndexError):
-        return ""
 
 
 def others_answer(
@@ -327,6 +316,26 @@ def others_answer(
         texts = _readable_rows(other.index(of).file(nearest), members["row"].to_pylist(), _MEMBER_COLUMNS)
         found.append({"run": other.name, "step": nearest, "members": [{**line, **text} for line, text in zip(_numbers(members), texts)]})
     return {"runs": found}
+
+
+def steps_answer(run: RunReader) -> Answer:
+    """Return the seconds of every step by cause: one list per cause, one entry per step."""
+    run.update_metrics()
+    causes = run.causes()
+    names = list(dict.fromkeys(cause.name for _, of_step in causes for cause in of_step))
+    seconds = {name: [0.0] * len(causes) for name in names}
+    for at, (_, of_step) in enumerate(causes):
+        for cause in of_step:
+            seconds[cause.name][at] = round(cause.seconds, 4)
+    idle = [number(value) for value in run.metrics.column("perf/idle_fraction")]
+    return {"steps": [step for step, _ in causes], "causes": seconds, "idle": idle, "trace_read": run.trace.share_read}
+
+
+def step_answer(run: RunReader, step: int) -> Answer | None:
+    """Return the timeline of one step; None if its times were not recorded."""
+    run.update_metrics()
+    found = run.step_time(step)
+    return None if found is None else asdict(found)
 
 
 def health_answer(run: RunReader) -> Answer:

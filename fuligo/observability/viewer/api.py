@@ -16,7 +16,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fuligo.observability.viewer import answers, time_answers
+from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.front import page
 from fuligo.observability.viewer.run import RunReader, Watcher
 from fuligo.observability.viewer.run_files import SampleSet, is_readable
@@ -89,14 +89,7 @@ class SampleQuery(SampleFilter):
 
 
 def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_view", watcher: Watcher | None = None) -> FastAPI:
-    """Return the application that serves the page and its data.
-
-    Args:
-        runs: runs with different names.
-        token: required of every visitor.
-        cookie: name of the cookie that keeps the token in the browser.
-        watcher: woken by every request.
-    """
+    """Return the application that serves the page and the data of runs with different names; every request wakes the `watcher`."""
     app = FastAPI(title="fuligo view", docs_url=None, redoc_url=None, openapi_url=None)
     by_name = {run.name: run for run in runs}
     text = page(f"{runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}: fuligo view")
@@ -169,11 +162,11 @@ def _add_prompts(app: FastAPI, runs: Sequence[RunReader], chosen: Callable[[str]
 def _add_steps(app: FastAPI, chosen: Callable[[str], RunReader]) -> None:
     @app.get("/api/steps")
     def steps(run: str) -> Response:
-        return _json(time_answers.steps_answer(chosen(run)))
+        return _json(answers.steps_answer(chosen(run)))
 
     @app.get("/api/step")
     def one_step(run: str, step: int) -> Response:
-        return _json(time_answers.step_answer(chosen(run), step), f"run {run} has recorded no step {step}")
+        return _json(answers.step_answer(chosen(run), step), f"run {run} has recorded no step {step}")
 
     @app.get("/api/health")
     def health(run: str) -> Response:

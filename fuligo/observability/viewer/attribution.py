@@ -37,12 +37,9 @@ class SampleSpans:
 
 
 def attribute(window: Interval, phases: Iterable[PhaseEvent], spans: SampleSpans | None = None) -> list[Cause]:
-    """Return the seconds of `window` by cause, longest first; they sum to its length.
+    """Return the seconds of `window`, which `phases` of any step overlap, by cause, longest first; they sum to its length.
 
-    Args:
-        window: start and end of the step.
-        phases: phases of any step.
-        spans: spans of the samples in progress; they divide the time of the rollout that no other phase covers.
+    The spans of samples divide the time of the rollout that no other phase covers.
     """
     start, end = window
     if end <= start:

@@ -62,6 +62,12 @@ class MetricColumns:
         return values[-1] if len(values) == self.num_rows and values else None
 
     @property
+    def num_done(self) -> int:
+        """Number of complete rollouts."""
+        latest = self.latest("step")
+        return 0 if latest is None else int(latest) + 1
+
+    @property
     def steps(self) -> Values:
         return self.column(self._step_key)
 

@@ -40,11 +40,7 @@ class Explanation:
 
 
 def mismatches(path: Path) -> list[Mismatch]:
-    """Return the mismatches of one samples file, oldest version first; empty if it lacks one of the log-probabilities.
-
-    Raises:
-        OSError, pa.ArrowException: the file cannot be read.
-    """
+    """Return the mismatches of one samples file, oldest version first; empty if it lacks one of the log-probabilities."""
     with pq.ParquetFile(path) as file:
         present = file.schema_arrow.names
         if not set(_NAMES) <= set(present):
@@ -68,8 +64,7 @@ def mismatches(path: Path) -> list[Mismatch]:
 def explanation(step: int, parts: Sequence[Mismatch], expected: int | None) -> Explanation | None:
     """Explain the disagreement of a step; None if its tokens do not show a cause.
 
-    Args:
-        expected: version that the step's newest tokens should have; None if unknown
+    `expected`: version that the step's newest tokens should have; None if unknown.
     """
     if not parts:
         return None

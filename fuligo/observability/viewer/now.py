@@ -40,14 +40,17 @@ class Now:
 
 def current_activity(metrics: MetricColumns, num_rollouts: int | None, trace: TraceReader) -> Now:
     """Return the driver's phase in progress, if there is one, with the pace and the expected end of the run."""
-    step_s = median(finite(metrics.column("perf/step_s")[-WINDOW_STEPS:]))
-    latest = metrics.latest("step")
-    num_done = 0 if latest is None else int(latest) + 1
-    left_s = step_s * (num_rollouts - num_done) if step_s is not None and num_rollouts is not None and num_rollouts >= num_done else None
+    step_s, num_left = recent_step_s(metrics), None if num_rollouts is None else num_rollouts - metrics.num_done
+    left_s = step_s * num_left if step_s is not None and num_left is not None and num_left >= 0 else None
     if trace.begun:
         name, step = min(trace.begun, key=_rank)
         return Now(DOING.get(name, name), step, trace.begun[name, step], step_s, left_s)
     return Now(None, None, None, step_s, left_s)
+
+
+def recent_step_s(metrics: MetricColumns) -> float | None:
+    """Return the median seconds of recent steps; None before the first."""
+    return median(finite(metrics.column("perf/step_s")[-WINDOW_STEPS:]))
 
 
 def _rank(phase: tuple[str, int]) -> int:
@@ -57,14 +60,9 @@ def _rank(phase: tuple[str, int]) -> int:
 
 
 def run_state(*, num_done: int, num_rollouts: int | None, locked: bool, age_s: float | None, step_s: float | None) -> State:
-    """Return the state of a run. Without the number of rollouts, a run without a lock counts as running while its files change.
+    """Return the state of a run whose files changed `age_s` seconds ago; `step_s`: median seconds of recent steps.
 
-    Args:
-        num_done: complete rollouts.
-        num_rollouts: rollouts of the whole run, if known.
-        locked: whether a process holds the run's lock.
-        age_s: seconds since a file last changed.
-        step_s: median seconds of recent steps, if known.
+    Without the number of rollouts, a run without a lock counts as running while its files change.
     """
     if num_rollouts is not None and num_done >= num_rollouts and not locked:
         return "finished"

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from fuligo.errors import ConfigError
-from fuligo.observability.viewer import answers, time_answers
+from fuligo.observability.viewer import answers
 from fuligo.observability.viewer.front import page
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
@@ -65,7 +65,7 @@ def report_document(runs: Sequence[RunReader], size: ReportSize) -> dict[str, An
         "runs": [answers.run_answer(run) for run in runs],
         "metrics": {run.name: answers.metrics_answer(run, [*run.metrics.columns, *run.evaluations.columns], 0, -1) for run in runs},
         "differences": answers.differences_answer(runs),
-        "steps": {run.name: time_answers.steps_answer(run) for run in runs},
+        "steps": {run.name: answers.steps_answer(run) for run in runs},
         "step": {run.name: _timelines(run, size) for run in runs},
         "health": {run.name: answers.health_answer(run) for run in runs},
         "prompts": {run.name: {of: _prompts(run, of, size) for of in _SETS} for run in runs},
@@ -103,7 +103,7 @@ def _spread(rewards: np.ndarray) -> float:
 
 def _timelines(run: RunReader, size: ReportSize) -> dict[str, Any]:
     recorded = [int(step) for step in run.metrics.steps if step is not None]
-    return {str(step): time_answers.step_answer(run, step) for step in chosen_steps(recorded, size.num_steps)}
+    return {str(step): answers.step_answer(run, step) for step in chosen_steps(recorded, size.num_steps)}
 
 
 def _prompts(run: RunReader, of: SampleSet, size: ReportSize) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from fuligo.observability.viewer.alarms import Alarm, alarms, with_cause
 from fuligo.observability.viewer.attribution import Cause
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
 from fuligo.observability.viewer.mismatch import Explanation, explanation, mismatches
-from fuligo.observability.viewer.now import WINDOW_STEPS, Now, State, current_activity, is_locked, run_state
+from fuligo.observability.viewer.now import Now, State, current_activity, is_locked, recent_step_s, run_state
 from fuligo.observability.viewer.run_files import SampleSet, is_readable, missing_files
 from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import TextSearch
@@ -72,10 +72,8 @@ class RunReader:
     @property
     def settings(self) -> Settings:
         """Settings in `config.yaml`, read again when it changes."""
-        path = self.path / "config.yaml"
-        try:
-            changed = path.stat().st_mtime
-        except OSError:
+        path, changed = self.path / "config.yaml", self._changed("config.yaml")
+        if changed is None:
             return {}
         if changed != self._settings[0]:
             self._settings = (changed, read_settings(path) if is_readable(self.path, path) else {})
@@ -94,18 +92,14 @@ class RunReader:
 
     def state(self) -> tuple[State, float | None]:
         """Return the state and the seconds since a file changed."""
-        ages = [
-            time.time() - changed for name in ("metrics.jsonl", "trace.json", "log.txt") if (changed := self._changed(name)) is not None
-        ]
-        age_s = max(0.0, min(ages)) if ages else None
-        latest = self.metrics.latest("step")
-        step_s = median(finite(self.metrics.column("perf/step_s")[-WINDOW_STEPS:]))
+        changes = finite(map(self._changed, ("metrics.jsonl", "trace.json", "log.txt")))
+        age_s = max(0.0, time.time() - max(changes)) if changes else None
         state = run_state(
-            num_done=0 if latest is None else int(latest) + 1,
+            num_done=self.metrics.num_done,
             num_rollouts=self.num_rollouts,
             locked=bool(is_locked(self.path / "metrics.jsonl")),
             age_s=age_s,
-            step_s=step_s,
+            step_s=recent_step_s(self.metrics),
         )
         return state, age_s
 

@@ -56,15 +56,13 @@ def sample_files(run: Path, of: SampleSet = "train") -> Iterator[SampleFile]:
     except OSError:
         return
     for path in entries:
-        match = re.fullmatch(prefix + r"_(\d{6,12})\.parquet", path.name)
-        if match and not path.is_symlink():
+        if match := re.fullmatch(prefix + r"_(\d{6,12})\.parquet", path.name):
             try:
-                state = path.stat()
+                state = path.lstat()
             except OSError:
                 continue
-            if not S_ISREG(state.st_mode):
-                continue
-            yield SampleFile(int(match[1]), path, (state.st_mtime_ns, state.st_size))
+            if S_ISREG(state.st_mode):  # neither a link nor a pipe
+                yield SampleFile(int(match[1]), path, (state.st_mtime_ns, state.st_size))
 
 
 def missing_files(run: Path) -> list[str]:

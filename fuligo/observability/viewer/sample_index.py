@@ -139,11 +139,7 @@ class SampleIndex:
 
 
 def read_index_table(path: Path, step: int) -> pa.Table:
-    """Return the index (`INDEX_SCHEMA`) of one file.
-
-    Raises:
-        OSError, pa.ArrowException: the file is not a parquet file, or is damaged.
-    """
+    """Return the index (`INDEX_SCHEMA`) of one file."""
     fragment = next(iter(ds.dataset(path, format="parquet").get_fragments()))
     check_size(fragment.metadata, _READ)
     # The statistics in the footer hold the greatest version of any token.

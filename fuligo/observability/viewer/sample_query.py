@@ -3,7 +3,6 @@
 import functools
 import operator
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,22 +94,13 @@ def in_order(table: pa.Table, order: Order, offset: int, limit: int) -> pa.Table
     return table.take(positions.slice(offset))
 
 
-@dataclass(slots=True, frozen=True)
-class Hits:
-    """Rows of one file whose text matches."""
-
-    version: tuple[int, int] | None
-    """Version of the file when it was searched; None if it was missing."""
-    rows: np.ndarray
-
-
 class TextSearch:
     """Search for one text in the files of a run. Results are kept, so that only new and changed files are searched again."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._hits: dict[int, Hits] = {}
-        """Hits by step."""
+        self._hits: dict[int, tuple[tuple[int, int] | None, np.ndarray]] = {}
+        """Version of the file that was searched (None: it was missing) and the rows with the text, by step."""
 
     def advance(self, index: SampleIndex, table: pa.Table, budget_s: float) -> tuple[pa.Table, float]:
         """Search the files of the rows in `table`, newest first: at least one file, then further ones until `budget_s` is used up.
@@ -124,27 +114,17 @@ class TextSearch:
         found = np.zeros(len(steps), bool)
         num_known = num_searched = 0
         for step in wanted:
-            hits = self._known(index, step)
-            if hits is None and found.sum() < MAX_FOUND and (time.monotonic() <= end or not num_searched):
-                hits = self._search(index, step)
+            path, version = index.file(step), index.file_version(step)
+            if step not in self._hits or self._hits[step][0] != version:
+                if found.sum() >= MAX_FOUND or (time.monotonic() > end and num_searched):
+                    break
+                self._hits[step] = (version, rows_with_text(path, self._text) if path is not None else np.empty(0, np.int64))
                 num_searched += 1
-            if hits is None:
-                break
             num_known += 1
             here = slice(*np.searchsorted(steps, [step, step + 1]))
-            found[here] = np.isin(rows[here], hits.rows)
+            found[here] = np.isin(rows[here], self._hits[step][1])
         share = 1.0 if found.sum() >= MAX_FOUND or not wanted else num_known / len(wanted)
         return table.filter(pa.array(found)), share
-
-    def _known(self, index: SampleIndex, step: int) -> Hits | None:
-        hits = self._hits.get(step)
-        return hits if hits is not None and hits.version == index.file_version(step) else None
-
-    def _search(self, index: SampleIndex, step: int) -> Hits:
-        path, version = index.file(step), index.file_version(step)
-        rows = rows_with_text(path, self._text) if path is not None else np.empty(0, np.int64)
-        hits = self._hits[step] = Hits(version, rows)
-        return hits
 
 
 def rows_with_text(path: Path, text: str) -> np.ndarray:

@@ -37,25 +37,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def rows_of(settings: Settings) -> list[SettingRow]:
-    """Return all settings of one run, in the order of the file."""
-    return [SettingRow(*_names(name), (_text(value),)) for name, value in settings.items()]
-
-
-def differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
-    """Return the settings that differ between runs, in the order of the files."""
-    names = list(dict.fromkeys(name for settings in runs for name in settings))
+def setting_rows(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
+    """Return the settings of all runs, in the order of the files."""
     rows: list[SettingRow] = []
-    for name in names:
-        values = tuple(_text(settings[name]) if name in settings else "–" for settings in runs)
-        if len(set(values)) > 1:
-            rows.append(SettingRow(*_names(name), values))
+    for name in dict.fromkeys(name for settings in runs for name in settings):
+        group, _, key = name.partition(".")
+        rows.append(SettingRow(group, key, tuple(_text(settings[name]) if name in settings else "–" for settings in runs)))
     return rows
 
 
-def _names(name: str) -> tuple[str, str]:
-    group, _, key = name.partition(".")
-    return group, key
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
+    """Return the settings that differ between runs."""
+    return [row for row in setting_rows(runs) if len(set(row.values)) > 1]
 
 
 def _text(value: Any) -> str:

@@ -32,6 +32,7 @@ class LongSample:
     tokens: int
     status: str
     start_s: float
+    """Seconds since the start of the step."""
     end_s: float
     alone_s: float
     """Seconds by which the rollout would have ended earlier without this sample and those that finished after it."""
@@ -49,14 +50,28 @@ class EngineTime:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseBar:
+    """Phase of any step that overlaps the window."""
+
+    track: str
+    name: str
+    step: int
+    start_s: float
+    """Seconds since the start of the window."""
+    end_s: float
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepTime:
-    """Timeline of one step."""
+    """Timeline of one step. Its numbers are rounded, to keep the page's answers small."""
 
     step: int
-    window: Interval
+    start_s: float
+    """Seconds since the epoch."""
+    duration_s: float
     causes: list[Cause]
-    phases: list[tuple[str, PhaseEvent]]
-    """Track and phase, of all steps that overlap the window."""
+    phases: list[PhaseBar]
     generating: list[int]
     """[NUM_POINTS] concurrent samples over the window; empty if the samples have no times."""
     engines: list[EngineTime]
@@ -121,19 +136,30 @@ def step_time(metrics: MetricColumns, trace: TraceReader, step: int, files: dict
     reward = [interval for part in spans for interval in part.intervals(part.name == "reward")]
     phases = [phase for phase in phases_near(trace.by_step, step) if phase.end_s > window[0] and phase.start_s < window[1]]
     causes = attribute(window, phases, SampleSpans(generate, reward)) if phases else _causes_of_metrics(metrics, step, window)
-    length = window[1] - window[0]
+    start, length = window[0], window[1] - window[0]
     others = [phase for phase in phases_near(trace.others_by_step, step) if phase.end_s > window[0] and phase.start_s < window[1]]
     trained = covered(window, [(phase.start_s, phase.end_s) for phase in phases if phase.name in TRAINER_PHASES])
     return StepTime(
         step,
-        window,
-        causes,
-        [(f"{trace.process_name(phase.process)} {phase.lane}", phase) for phase in sorted([*phases, *others], key=_track_and_start)],
+        start,
+        round(length, 6),
+        [Cause(cause.name, round(cause.seconds, 6)) for cause in causes],
+        [
+            PhaseBar(
+                f"{trace.names.get(phase.process, f'process {phase.process}')} {phase.lane}",
+                phase.name,
+                phase.step,
+                round(phase.start_s - start, 6),
+                round(phase.end_s - start, 6),
+                phase.failed,
+            )
+            for phase in sorted([*phases, *others], key=lambda phase: (phase.process, phase.lane, phase.start_s))
+        ],
         concurrency(window, generate, NUM_POINTS) if generate else [],
         _engine_times(window, spans),
-        _longest(tables[step]) if step in tables else [],
-        1 - trained / length,
-        1 - covered(window, generate) / length if generate else None,
+        _longest(tables[step], start) if step in tables else [],
+        round(1 - trained / length, 5),
+        round(1 - covered(window, generate) / length, 5) if generate else None,
     )
 
 
@@ -144,15 +170,12 @@ def _spans_table(path: Path) -> pa.Table | None:
             length = "response_length" if "response_length" in present else "loss_mask"
             names = [name for name in ("index", "status", length, "spans") if name in present]
             check_size(file.metadata, names)
-            if "spans" not in names or not _are_spans(file.schema_arrow.field("spans").type):
+            spans = file.schema_arrow.field("spans").type if "spans" in names else pa.null()
+            if not pa.types.is_list(spans) or not pa.types.is_struct(spans.value_type):
                 return None
             return file.read(names, use_threads=False)
     except UNREADABLE:
         return None
-
-
-def _are_spans(column: pa.DataType) -> bool:
-    return pa.types.is_list(column) and pa.types.is_struct(column.value_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +210,12 @@ def _engine_times(window: Interval, spans: Sequence[_Spans]) -> list[EngineTime]
     times = []
     for number in sorted({int(engine) for part in spans for engine in np.unique(part.engine)} - {-1}):
         busy = [interval for part in spans for interval in part.intervals((part.engine == number) & (part.name == "generate"))]
-        times.append(EngineTime(number, concurrency(window, busy, NUM_POINTS), 1 - covered(window, busy) / length))
+        times.append(EngineTime(number, concurrency(window, busy, NUM_POINTS), round(1 - covered(window, busy) / length, 5)))
     return times
 
 
-def _track_and_start(phase: PhaseEvent) -> tuple[int, int, float]:
-    return phase.process, phase.lane, phase.start_s
-
-
-def _longest(table: pa.Table) -> list[LongSample]:
-    """Return the samples that finished last, latest first."""
+def _longest(table: pa.Table, start: float) -> list[LongSample]:
+    """Return the samples that finished last, latest first. `start`: start of the step, seconds since the epoch."""
     spans = _spans(table)
     num = table.num_rows
     first, last = np.full(num, np.inf), np.full(num, -np.inf)
@@ -212,9 +231,9 @@ def _longest(table: pa.Table) -> list[LongSample]:
                 int(_at(fields, "index", row, -1)),
                 int(_at(fields, "response_length", row, len(_at(fields, "loss_mask", row, ())))),
                 str(_at(fields, "status", row, "")),
-                float(first[row]),
-                float(last[row]),
-                float(last[order[0]] - last[before]),
+                round(float(first[row]) - start, 6),
+                round(float(last[row]) - start, 6),
+                round(float(last[order[0]] - last[before]), 6),
             )
         )
     return result

@@ -63,9 +63,6 @@ class TraceReader:
         size = self._tail.size_bytes
         return min(1.0, self._tail.offset / size) if size else 1.0
 
-    def process_name(self, process: int) -> str:
-        return self.names.get(process, f"process {process}")
-
     def _add(self, line: bytes) -> None:
         text = line.strip().rstrip(b",")
         if not text or text in (b"[", b"]"):

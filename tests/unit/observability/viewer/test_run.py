@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.observability.viewer.answers import run_answer, sample_answer
+from fuligo.observability.viewer.answers import run_answer, sample_answer, step_answer, steps_answer
 from fuligo.observability.viewer.now import is_locked, run_state
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.settings import differences, read_settings
-from fuligo.observability.viewer.time_answers import step_answer, steps_answer
 from tests.unit.observability.viewer.recorded_run import NUM_STEPS, PHASES, STEP_S, begin_run, write_run
 
 

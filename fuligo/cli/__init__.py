@@ -30,7 +30,7 @@ COMMANDS = {
     "schema": "print the JSON schema of config files, for editors",
     "doctor": "check this machine, and what a job needs of it; takes the arguments of train, or none",
 }
-"""Command -> summary. Each is a module here with `main(arguments) -> exit code`, imported on use."""
+"""Command -> summary. Each is a module here with `main(arguments) -> exit code`, imported on use, which raises FuligoError if it fails."""
 
 INTERNAL = ("run-of-many",)
 """Commands that only fuligo starts."""
@@ -93,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_error(error)
         return error.exit_code
     except OSError as error:
-        from fuligo.cli.console import show_error
-        from fuligo.cli.denied import denied
+        from fuligo.cli.console import denied, show_error
 
         text = None if os.environ.get("FULIGO_DEBUG") == "1" else denied(error, arguments)
         if text is None:

@@ -30,12 +30,7 @@ class Conversion:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one conversion and return its exit code.
-
-    Raises:
-        ConfigError: there is no such conversion, or its arguments do not fit; nothing was written.
-        CheckpointError: a checkpoint is damaged, or cannot be read or written.
-    """
+    """Run one conversion and return its exit code."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0

@@ -23,10 +23,7 @@ run needs. It starts nothing. Exit code: 0 if the run can work, 1 if something i
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the report; return 0 if a run can work, 1 if something is missing.
-
-    Raises ConfigError if the arguments are not valid for `fuligo train`, or the Hub does not provide a model that they name.
-    """
+    """Print the report; return 0 if a run can work, 1 if something is missing."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE, end="")
         return 0

@@ -35,11 +35,7 @@ More: docs/rollout.md; the flags: fuligo train --help
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Evaluate and print the metrics.
-
-    Raises:
-        FuligoError: bad input (exit code 2) or a failure at run time (1); the caller prints it.
-    """
+    """Evaluate and print the metrics."""
     if (topic := asked_for_help(arguments)) is not None:
         print(help_text(topic) if topic else _USAGE, end="")
         return 0

@@ -4,7 +4,9 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -48,8 +50,17 @@ def _wait(child: int) -> int:
             return code if code >= 0 else 128 - code
 
 
-def wait_for_end(pid: int) -> None:
-    """Wait until the parent process `pid` has ended, however it ends."""
+def end_with_parent(pid: int, end: Callable[[], None]) -> None:
+    """Start a thread that calls `end` once the parent process `pid` has ended, however it ends."""
+
+    def watch() -> None:
+        _wait_for_end(pid)
+        end()
+
+    threading.Thread(target=watch, daemon=True, name="parent watch").start()
+
+
+def _wait_for_end(pid: int) -> None:
     try:
         parent = os.pidfd_open(pid)
         select.select([parent], [], [])

@@ -14,10 +14,7 @@ are stand-ins that record how they are called; the training job that the script 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the config as YAML, or write it to --output; warnings go to stderr.
-
-    Raises ConfigError if the script cannot be run, starts no training, or its flags are wrong.
-    """
+    """Print the config as YAML, or write it to --output; warnings go to stderr."""
     options = parser().parse_args(arguments)
 
     from fuligo.cli.console import show_warning

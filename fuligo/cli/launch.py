@@ -31,10 +31,7 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10 -- {h
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch a run, or join a cluster.
-
-    Raises ConfigError if the arguments are wrong and FuligoError if a node did not join, or the run failed.
-    """
+    """Launch a run, or join a cluster."""
     own, train = _split(list(arguments))
     options = parser().parse_args(own)
     with private_directory("fuligo-launch-") as logs:

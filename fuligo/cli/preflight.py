@@ -1,8 +1,11 @@
-"""Checks of the files that a config names, before any model loads: weights, data, hooks, output directories."""
+"""Checks of the files that a config names, before any model loads: weights, data, hooks, output directories; warnings about the rest."""
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
+from fuligo.checkpoint.location import resolve
 from fuligo.cli.data_problems import data_problems
 from fuligo.cli.destinations import destination_problems
 from fuligo.cli.weight_problems import evaluated_weight_problems, weight_problems
@@ -10,13 +13,17 @@ from fuligo.config import Config
 from fuligo.config.args_view import custom_entries
 from fuligo.config.hooks import hook_problems
 from fuligo.config.launcher import chosen_launcher
+from fuligo.config.python_path import VARIABLE, with_inherited_path
 from fuligo.config.topology import engine_groups
 from fuligo.environments.isolation.factory import environment_problems
 from fuligo.errors import ConfigError
-from fuligo.formats.hugging_face import DamagedFileError, read_config_json, read_model_config
+from fuligo.formats.hugging_face import DamagedFileError, has_chat_template, read_config_json, read_model_config
 from fuligo.machine.packages import package_version, package_versions, temporary_problem
 from fuligo.models.registry import architecture_of, is_supported, names_of
+from fuligo.observability.jsonl import read_json_lines
+from fuligo.observability.run_directory import CHECKPOINTS
 from fuligo.planner.rules.model import unknown_tokens
+from fuligo.quantities import count
 from fuligo.rollout.rewards.check import check_reward
 
 
@@ -32,21 +39,20 @@ def preflight(config: Config) -> None:
 
 def preflight_problems(config: Config) -> list[str]:
     """Return the problems of the files, hooks and packages that a training run needs, one text each."""
-    checks = (_secrets, weight_problems, _trainer, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
-    return _problems(config, checks)
+    return _problems(config, _secrets, weight_problems, _trainer)
 
 
 def evaluation_problems(config: Config) -> list[str]:
     """Return the problems of the files, hooks and packages that `fuligo eval` needs, one text each."""
-    checks = (_secrets, evaluated_weight_problems, _engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
-    return _problems(config, checks)
+    return _problems(config, _secrets, evaluated_weight_problems)
 
 
-def _problems(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) -> list[str]:
-    """Return the problems that the checks find; only that of the temporary directory if it cannot be used, since checks write to it."""
+def _problems(config: Config, *checks: Callable[[Config], Iterator[str]]) -> list[str]:
+    """Return what these and all other checks find; only the temporary directory if it cannot be used, since checks write to it."""
     if (problem := temporary_problem()) is not None:
         return [problem]
-    return [problem for check in checks for problem in check(config)]
+    common = (_engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
+    return [problem for check in (*checks, *common) for problem in check(config)]
 
 
 def _secrets(config: Config) -> Iterator[str]:
@@ -132,3 +138,45 @@ def _stop_tokens(config: Config) -> Iterator[str]:
     problem = unknown_tokens(config.rollout.rollout_stop_token_ids, vocab_size) if isinstance(vocab_size, int) else None
     if problem is not None:
         yield f"{problem}; use ids of the vocabulary"
+
+
+def slips(config: Config) -> list[str]:
+    """Return warnings about valid settings that may be a mistake, for a config that passed `preflight`."""
+    return [*_begins_anew(config), *_plain_prompts(config), *_shadowed_megatron(config)]
+
+
+def _begins_anew(config: Config) -> Iterator[str]:
+    load = config.checkpoint.load
+    if load is None or resolve(Path(load), config.checkpoint.ckpt_step) is not None:
+        return
+    run_dir = config.run_directory(datetime.now())
+    save = Path(config.checkpoint.save or run_dir / CHECKPOINTS)
+    if save.resolve() != Path(load).resolve():  # the same directory starts a run and resumes it
+        yield f"--load {load} holds no checkpoint: the run starts from scratch and saves to {save}"
+    elif (metrics := run_dir / "metrics.jsonl").is_file() and (num_steps := len(read_json_lines(metrics))):
+        discarded = count(num_steps, "recorded step")
+        yield f"--load {load} holds no checkpoint: the run starts from scratch and discards the {discarded} of {run_dir}"
+
+
+def _plain_prompts(config: Config) -> Iterator[str]:
+    directory, settings = config.model.hf_checkpoint, config.data
+    if directory is None or not config.data.prompt_data or config.debug.debug_train_only or settings.apply_chat_template:
+        return
+    if Path(directory).is_dir() and has_chat_template(Path(directory)):
+        yield (
+            "--apply-chat-template is not given, so prompts go to the model unchanged although its tokenizer has a chat template; this is "
+            "right for a base model and for prompts that are already rendered"
+        )
+
+
+def _shadowed_megatron(config: Config) -> Iterator[str]:
+    """Yield a warning if ranks import another Megatron-Core than the installed one, whose version was checked."""
+    imported = with_inherited_path({VARIABLE: config.cluster.env.get(VARIABLE) or ""})[VARIABLE]
+    directories = [
+        directory for directory in imported.split(os.pathsep) if (Path(directory) / "megatron" / "core" / "__init__.py").is_file()
+    ]
+    if config.trains and config.resolved_train_backend == "megatron" and directories:
+        yield (
+            f"{VARIABLE} has {directories[0]}, whose megatron.core replaces the installed Megatron-Core; remove that directory unless its "
+            "version is the same"
+        )

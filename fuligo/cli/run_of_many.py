@@ -4,19 +4,14 @@ import argparse
 import os
 import pickle
 import signal
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from fuligo.cli.first_process import wait_for_end
+from fuligo.cli.first_process import end_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the configuration received over `--control` with the shared trainer and engine; return the exit code `COMPLETE`.
-
-    Raises:
-        FuligoError: the run failed; the caller prints it.
-    """
+    """Run the configuration received over `--control` with the shared trainer and engine; return the exit code `COMPLETE`."""
     parser = argparse.ArgumentParser(prog="fuligo run-of-many", description=__doc__)
     parser.add_argument(
         "--control", type=int, required=True, help="file descriptor that receives the configuration, then the access to the engine"
@@ -31,7 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # may be inherited as ignored, but the parent process ends this one with SIGINT
-    threading.Thread(target=_end_with_parent, args=(options.parent_pid,), daemon=True, name="parent watch").start()
+    # At once, so that repeating the command of all runs finds no run directory in use.
+    end_with_parent(options.parent_pid, lambda: os._exit(1))
     control = Connection(options.control)
     config = pickle.loads(control.recv_bytes())
 
@@ -42,9 +38,3 @@ def main(arguments: Sequence[str]) -> int:
     outcome = run_to_end(config, LentParts(control, Connection(options.trainer), options.num_runs, resume=options.resume))
     show_end(config, outcome.run_dir)
     return COMPLETE
-
-
-def _end_with_parent(pid: int) -> None:
-    """End this process at once when the process of all runs does, so that repeating its command finds no run directory in use."""
-    wait_for_end(pid)
-    os._exit(1)

@@ -6,12 +6,11 @@ import os
 import secrets
 import signal
 import socket
-import threading
 import time
 from dataclasses import fields
 from pathlib import Path
 
-from fuligo.cli.first_process import wait_for_end
+from fuligo.cli.first_process import end_with_parent
 from fuligo.engines.embedded.launch import EmbeddedEngineSettings
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
@@ -24,15 +23,10 @@ GRACE_S = 10.0
 
 
 def main(argv: list[str]) -> int:
-    """Serve until SIGTERM, SIGINT or the end of --parent-pid; return the exit code.
-
-    Raises:
-        ConfigError: there is no such model, or the address cannot be used.
-        CheckpointError: the adapter cannot be read.
-    """
+    """Serve until SIGTERM, SIGINT or the end of --parent-pid; return the exit code."""
     args = _parser().parse_args(argv)
     if args.parent_pid is not None:
-        threading.Thread(target=_end_with_parent, args=(args.parent_pid,), daemon=True, name="parent watch").start()
+        end_with_parent(args.parent_pid, _stop)
     if (model := HubModel.parse(args.model_path)) is not None:
         args.model_path = str(model.download())
     if not Path(args.model_path, "config.json").is_file():
@@ -137,9 +131,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _end_with_parent(pid: int) -> None:
-    """Stop this process when process `pid` ends, however it ends."""
-    wait_for_end(pid)
+def _stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os._exit(1)

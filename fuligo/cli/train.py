@@ -19,11 +19,7 @@ PRINT_CONFIG = "--print-config"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check everything that can be checked without a model, then run.
-
-    Raises:
-        FuligoError: bad input (exit code 2) or a failure at run time (1); the caller prints it.
-    """
+    """Check everything that can be checked without a model, then run."""
     if (topic := asked_for_help(arguments)) is not None:
         print(help_text(topic), end="")
         return 0
@@ -86,8 +82,7 @@ def prepare(
 
     # Imported late: help and wrong flags should not wait for these imports.
     from fuligo.cli.console import show_choice, show_warning
-    from fuligo.cli.preflight import preflight
-    from fuligo.cli.slips import slips
+    from fuligo.cli.preflight import preflight, slips
 
     known = set[str]() if shown is None else shown
 

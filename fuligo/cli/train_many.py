@@ -33,11 +33,7 @@ NO_WARNINGS: Mapping[str, Sequence[str]] = {}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check all runs, then run them.
-
-    Raises ConfigError if a run cannot start, or the runs do not fit together, naming all problems found, and RunsFailedError if runs
-    failed.
-    """
+    """Check all runs, then run them."""
     if asked_for_help(arguments) is not None:
         print(USAGE, end="")
         return 0
@@ -88,37 +84,29 @@ def prepare_many(
     given = {name: located(config) for name, config in configs.items()}
     if not resumes:
         given = _with_directories(given, started)
-    _require_fit(given, started)
+    problems = problems_of_many(given, started)
+    if problems:
+        raise ConfigError(*problems)
+    from fuligo.job.origin import Origin
+    from fuligo.observability.run_directory import require_usable
+
     prepared: dict[str, Config] = {}
-    problems: list[str] = []
     shown: set[str] = set()
     to_run = _resumed(given) if resumes else given
     for name, config in to_run.items():
         try:
             sharing = [other for other in to_run.values() if other is not config]
             prepared[name] = prepare(config, warnings.get(name, ()), sharing=sharing, shown=shown)
-            _require_usable_directory(prepared[name], started, resumes=resumes)
+            # Before the shared trainer and engine start, check that the run can use its directory.
+            directory = prepared[name].run_directory(started)
+            require_usable(directory, resume=resumes or Origin.find(prepared[name]).may_cut_back(prepared[name], directory))
         except ConfigError as error:
             problems += [f"{name}: {problem}" for problem in error.problems]
+    if not problems and prepared:
+        problems = problems_of_many(prepared, started)
     if problems:
         raise ConfigError(*problems)
-    if prepared:
-        _require_fit(prepared, started)
     return prepared
-
-
-def _require_fit(configs: Mapping[str, Config], started: datetime) -> None:
-    if problems := problems_of_many(configs, started):
-        raise ConfigError(*problems)
-
-
-def _require_usable_directory(config: Config, started: datetime, *, resumes: bool) -> None:
-    """Check that the run can use its directory, before the shared trainer and engine start. Raises ConfigError if it cannot."""
-    from fuligo.job.origin import Origin
-    from fuligo.observability.run_directory import require_usable
-
-    directory = config.run_directory(started)
-    require_usable(directory, resume=resumes or Origin.find(config).may_cut_back(config, directory))
 
 
 def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[str, Config]:

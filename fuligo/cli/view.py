@@ -18,10 +18,7 @@ _DESCRIPTION = "Show curves, samples, step time and health of runs, live or fini
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until Ctrl-C, or write the report.
-
-    Raises ConfigError if a path is not a run, the address is taken, or the report cannot be written.
-    """
+    """Serve until Ctrl-C, or write the report."""
     options = parser().parse_args(arguments)
     from fuligo.observability.viewer.run import RunReader
     from fuligo.observability.viewer.run_files import find_runs, run_names

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cli.slips import slips
+from fuligo.cli.preflight import slips
 from fuligo.config.command_line import parse
 from tests import tiny
 from tests.unit.cli.test_preflight import saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuligo.config import Config
-from fuligo.config.config import ServedModel
 from fuligo.config.secret import reveal
 from fuligo.config.server_groups import TEACHER
 from fuligo.config.topology import engine_groups, policy_model
-from fuligo.engines.backend import EngineFleet, LaunchedEngines, connect_to, engine_backend
+from fuligo.engines.backend import LaunchedEngines, connect_to, engine_backend
 from fuligo.engines.client import EngineClient
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.generation import RoutingQuery, SamplingParams
@@ -144,16 +143,6 @@ class Engines:
         """Engines that rollouts are sampled from."""
         return self.launched.group
 
-    @property
-    def others(self) -> Mapping[str, EngineFleet]:
-        """Fleets of the other models of `--sglang-config`, by name."""
-        return self.launched.others
-
-    @property
-    def served(self) -> Mapping[str, ServedModel]:
-        """Routers that take requests, by model."""
-        return self.launched.served
-
     @asynccontextmanager
     async def watched(self, *, are_synced: bool) -> AsyncIterator[None]:
         """Poll the engines and restart dead ones during the block; an engine that cannot be restarted ends the block.
@@ -164,7 +153,7 @@ class Engines:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(while_watching(self.monitor.watch()))
             policy = self.launched.policy
-            for fleet in (*self.others.values(), *(() if policy is None else (policy,))):
+            for fleet in (*self.launched.others.values(), *(() if policy is None else (policy,))):
                 if fleet is not policy or not are_synced:
                     fleet.sync_restarted = fleet.serve_as_loaded
                 fleet.devices = self.devices
@@ -210,9 +199,6 @@ async def launch_engines(
         cluster: nodes for the engines; None: this machine
         turn: set once no trainer holds memory of the engines' devices
         lent: trainer and engines that several runs share; None: this run starts its own
-
-    Raises:
-        EngineError: an engine did not start, or does not answer
     """
     if not config.needs_engine:
         return None
@@ -226,7 +212,11 @@ async def launch_engines(
         query = RoutingQuery(RoutingShape.read(config.hf_checkpoint_path), num_known=0, affinity=0)
         for number, client in enumerate(launched.group.clients):
             await client.generate(PROBE_IDS, SamplingParams(max_new_tokens=1), rid=f"routing-{number}", routing=query)
-    return Engines(launched, EngineMonitor(launched.group), _shared_devices(config, launched))
+    devices = None
+    if config.takes_turns:
+        others = [fleet.group for fleet in launched.others.values()]
+        devices = ColocatedDevices(launched.group, keep_weights=config.weight_sync.update_weight_mode == "delta", others=others)
+    return Engines(launched, EngineMonitor(launched.group), devices)
 
 
 async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGroup:
@@ -235,20 +225,14 @@ async def _connect_external(config: Config, stack: AsyncExitStack) -> EngineGrou
     group = connect_to(config, urls, EngineKeys.of_environment(), stack)
     await group.wait_ready(flags.engine_start_timeout_s)
     await group.read_num_ranks()
-    await _require_changes(config, group)
+    if config.weight_sync.update_weight_mode == "delta" and config.trains:
+        for url, info in await group.model_infos():
+            if info.num_weight_loads is not None:
+                raise ConfigError(
+                    f"--update-weight-mode delta leaves unchanged tensors out, but {url} (fuligo serve) accepts only whole syncs; remove "
+                    "the flag"
+                )
     return group
-
-
-async def _require_changes(config: Config, engines: EngineGroup) -> None:
-    """Raise ConfigError if the run syncs only changed tensors (delta) and an external engine does not support that."""
-    if config.weight_sync.update_weight_mode != "delta" or not config.trains:
-        return
-    for url, info in await engines.model_infos():
-        if info.num_weight_loads is not None:
-            raise ConfigError(
-                f"--update-weight-mode delta leaves unchanged tensors out, but {url} (fuligo serve) accepts only whole syncs; remove the "
-                "flag"
-            )
 
 
 def build_weight_sync(
@@ -282,14 +266,6 @@ def build_weight_sync(
     adapters = AdapterRecord(run_directory / "adapters.jsonl", continues=resumes) if config.uses_adapter else None
     weights = WeightSync(trainer, engines, settings, version=version, proof=proof, devices=devices, adapters=adapters)
     return weights if devices is None else ColocatedWeightSync(weights, engines, devices)
-
-
-def _shared_devices(config: Config, launched: LaunchedEngines) -> ColocatedDevices | None:
-    """Return the devices that trainer and engines use in turns; None if each has its own."""
-    if not config.takes_turns:
-        return None
-    others = [fleet.group for fleet in launched.others.values()]
-    return ColocatedDevices(launched.group, keep_weights=config.weight_sync.update_weight_mode == "delta", others=others)
 
 
 def _proof(config: Config, trainer: Trainer) -> EqualityProof:
@@ -334,7 +310,7 @@ async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) 
     url, timeout_s = config.algorithm.opd_teacher_url, config.rollout.rollout_timeout_s
     scorer: EngineGroup | InferenceEngine
     if url is None:
-        scorer, option = engines.others[TEACHER].group, f"the model {TEACHER} of --sglang-config"
+        scorer, option = engines.launched.others[TEACHER].group, f"the model {TEACHER} of --sglang-config"
     else:
         scorer = EngineClient(reveal(url), EngineKeys.of_environment(), retries=config.rollout.rollout_retries, timeout_s=timeout_s)
         option = f"--opd-teacher-url {url}"

@@ -33,10 +33,7 @@ class EvaluatedWeights:
 
     @classmethod
     def find(cls, config: Config) -> EvaluatedWeights:
-        """Find the newest checkpoint of `--load`, or that of `--ckpt-step`; without `--load`, the model of `--hf-checkpoint`.
-
-        Raises CheckpointError if the checkpoint is damaged.
-        """
+        """Find the newest checkpoint of `--load`, or that of `--ckpt-step`; without `--load`, the model of `--hf-checkpoint`."""
         load = config.checkpoint.load
         match resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step):
             case Checkpoint(directory=directory, iteration=iteration):
@@ -75,15 +72,15 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
         for sink in sinks:
             stack.callback(sink.close)
         served = _served(config, weights.directory, directory.path / "hf", stack)
-        joined = await join_cluster(served, [], directory, stack)
+        served, cluster = await join_cluster(served, [], directory, stack)
         turn = asyncio.Event()
         turn.set()  # there is no trainer
-        engines = await launch_engines(joined.config, directory, stack, joined.cluster, turn)
+        engines = await launch_engines(served, directory, stack, cluster, turn)
         assert engines is not None, "validated: there is something to evaluate"
         await stack.enter_async_context(engines.watched(are_synced=False))
         assert served.model.hf_checkpoint is not None
         tokenizer = load_tokenizer(served.model.hf_checkpoint, runs_its_code=config.model.trust_remote_code)
-        evaluator = build_eval_only(joined.config.served_at(engines.served), engines.group, tokenizer, lambda: 0, stack)
+        evaluator = build_eval_only(served.served_at(engines.launched.served), engines.group, tokenizer, lambda: 0, stack)
         assert evaluator is not None, "validated: there is something to evaluate"
         with directory.trace.phase("eval", weights.num_rollouts):
             evaluation = await evaluator.evaluate(weights.num_rollouts)

@@ -16,11 +16,8 @@ from fuligo.trainer.ranks.handle import RankHandle
 class LentParts:
     """Trainer and engines that the process of `fuligo train-many` lends to the process of one run.
 
-    Args:
-        control: connection over which the engines are sent once they serve
-        trainer: connection to the run's rank
-        num_runs: number of runs that share the trainer and the engines
-        resume: the run may replace recorded steps in its directory, even without a checkpoint
+    `control` receives the engines once they serve; `trainer` is connected to the run's rank. With `resume`, the run may replace recorded
+    steps in its directory, even without a checkpoint.
     """
 
     def __init__(self, control: Connection, trainer: Connection, num_runs: int, *, resume: bool = False) -> None:

@@ -64,10 +64,6 @@ async def run_many(configs: Mapping[str, Config], logs: Path, *, resume: bool = 
         configs: checked configurations, by the name of the run
         logs: directory of the engines' logs
         resume: a run without a checkpoint replaces the steps that it has recorded
-
-    Raises:
-        RunsFailedError: some runs failed; the others ran to their end
-        EngineError: the engine did not start, or died
     """
     async with AsyncExitStack() as stack:
         on_cpu = resolve_device(next(iter(configs.values()))) == "cpu"

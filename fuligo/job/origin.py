@@ -37,10 +37,7 @@ class Origin:
 
     @classmethod
     def find(cls, config: Config) -> Origin:
-        """Determine the origin from `--load` and the flags for the initial weights.
-
-        Raises CheckpointError if `--load` cannot be resumed, or `--ref-load` has damaged checkpoints.
-        """
+        """Determine the origin from `--load` and the flags for the initial weights."""
         load = config.checkpoint.load
         found = resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step)
         assert config.initial_weights_path is not None, "validated: a run has initial weights"
@@ -52,10 +49,7 @@ class Origin:
         return cls(0, 0, weights, None, None)
 
     def after_saving_to(self, store: CheckpointStore) -> Origin:
-        """Return the origin at the newest checkpoint that the run has saved to `store`; this origin if it has saved none.
-
-        Raises CheckpointError if the checkpoint is damaged.
-        """
+        """Return the origin at the newest checkpoint that the run has saved to `store`; this origin if it has saved none."""
         if store.newest is None:
             return self
         found = find_iteration(store.directory, store.newest)
@@ -92,18 +86,10 @@ def save_directory(config: Config, run_dir: Path) -> Path:
 
 def named_checkpoints(config: Config, save: Path) -> frozenset[int]:
     """Return the iterations below `save` that flags refer to. They are never deleted to save space, so that the command can be repeated."""
-    flags = config.checkpoint
-    named = (
-        {flags.ckpt_step}
-        if flags.load is not None and flags.ckpt_step is not None and Path(flags.load).resolve() == save.resolve()
-        else set()
-    )
-    for path in (config.model.hf_checkpoint, flags.load, flags.ref_load, flags.critic_load, config.algorithm.opd_teacher_load):
-        inside = (
-            ()
-            if path is None or not Path(path).resolve().is_relative_to(save.resolve())
-            else Path(path).resolve().relative_to(save.resolve()).parts
-        )
-        if inside and (iteration := iteration_of(inside[0])) is not None:
-            named.add(iteration)
-    return frozenset(named)
+    flags, save = config.checkpoint, save.resolve()
+    named = {flags.ckpt_step} if flags.load is not None and Path(flags.load).resolve() == save else set()
+    given = (config.model.hf_checkpoint, flags.load, flags.ref_load, flags.critic_load, config.algorithm.opd_teacher_load)
+    for path in (Path(path).resolve() for path in given if path is not None):
+        if path != save and path.is_relative_to(save):
+            named.add(iteration_of(path.relative_to(save).parts[0]))
+    return frozenset(number for number in named if number is not None)

@@ -125,9 +125,6 @@ class RolloutBuilder:
         Args:
             state: state of the checkpoint that is resumed; None starts at the beginning of the data
             end_early: ends the rollouts when it is set
-
-        Raises:
-            ConfigError, DataError, HookError: the configuration, the data or a hook is invalid; raised before anything is sampled
         """
         saved, source, mode = self.config.debug.load_debug_rollout_data, self.data.source, self.config.rollout.async_mode
         activity: Activity | None = None
@@ -141,8 +138,12 @@ class RolloutBuilder:
             method, activity, evaluator = self._sampled(source)
         if state is not None:
             method.restore(state)
-        monitor = None if self.engines is None else self.engines.monitor
-        producer = RolloutProducer(method, phase=phase, activity=activity, monitor=monitor, profiler=self._profiler())
+        monitor, profiler, steps = None, None, tuple(self.config.observability.profile or ())
+        if self.engines is not None:
+            monitor = self.engines.monitor
+            if steps and self.config.engine_capabilities.writes_profiles:
+                profiler = EngineProfiler(self.engines.group, steps, (self.run_dir / "profile").absolute())
+        producer = RolloutProducer(method, phase=phase, activity=activity, monitor=monitor, profiler=profiler)
         rollouts = PacedRollouts(
             producer.produce,
             start=start,
@@ -154,12 +155,6 @@ class RolloutBuilder:
         )
         self.stack.push_async_callback(rollouts.close)
         return rollouts, evaluator
-
-    def _profiler(self) -> EngineProfiler | None:
-        chosen = self.config.observability.profile
-        if self.engines is None or not chosen or not self.config.engine_capabilities.writes_profiles:
-            return None
-        return EngineProfiler(self.engines.group, tuple(chosen), (self.run_dir / "profile").absolute())
 
     def _sampled(self, prompts: PromptSource | None) -> tuple[RolloutMethod, Activity, Evaluates | None]:
         assert self.engines is not None, "validated: there are engines to sample from"
@@ -195,10 +190,7 @@ class RolloutBuilder:
 def build_eval_only(
     config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int], stack: AsyncExitStack
 ) -> Evaluates | None:
-    """Build the evaluator of a run that samples nothing else; return None without evaluation data.
-
-    Raises ConfigError, DataError or HookError if a dataset or its settings are invalid.
-    """
+    """Build the evaluator of a run that samples nothing else; return None without evaluation data."""
     reward = reward_runner(config)
     stack.push_async_callback(reward.close)
     generators = build_generators(config, engine=engines, tokenizer=tokenizer, policy_version=policy_version)

@@ -16,7 +16,7 @@ from fuligo.checkpoint.location import nothing_left
 from fuligo.checkpoint.store import CheckpointStore, saving_to
 from fuligo.config import Config
 from fuligo.errors import CheckpointError, RankError
-from fuligo.job.colocated import ColocatedDevices, ColocatedTrainer, ColocatedWeightSync
+from fuligo.job.colocated import ColocatedTrainer, ColocatedWeightSync
 from fuligo.job.ending import report_interruption, resume_command, save_after_failure
 from fuligo.job.engines import Engines, build_weight_sync, find_teacher, launch_engines
 from fuligo.job.lent import LentParts
@@ -60,9 +60,6 @@ async def run_config(config: Config, termination: Termination, lent: LentParts |
 
     Args:
         lent: trainer and engine that several runs share; None: the run starts its own
-
-    Raises:
-        FuligoError: the run failed; everything recorded and saved until then is on disk
     """
     async with AsyncExitStack() as stack:
         with warnings_before_progress(config.observability.progress):
@@ -114,20 +111,20 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
         save = save_directory(config, run_dir)
         stack.enter_context(saving_to(save))
         store = CheckpointStore(save, keep=config.checkpoint.keep_checkpoints, used=named_checkpoints(config, save))
-    joined = await join_cluster(config, origin.weights_to_read(config), directory, stack)
+    config, cluster = await join_cluster(config, origin.weights_to_read(config), directory, stack)
 
     standbys = None
-    if config.trains and joined.cluster is None and config.checkpoint.max_restarts > 0:
+    if config.trains and cluster is None and config.checkpoint.max_restarts > 0:
         standbys = StandbyRanks(config.checkpoint.max_restarts)
         stack.push_async_callback(standbys.close)
     engines_may_start = asyncio.Event()
-    if not joined.config.takes_turns:
+    if not config.takes_turns:
         engines_may_start.set()
-    launching = asyncio.create_task(launch_engines(joined.config, directory, stack, joined.cluster, engines_may_start, lent))
+    launching = asyncio.create_task(launch_engines(config, directory, stack, cluster, engines_may_start, lent))
     stack.push_async_callback(_cancel, launching)
     await asyncio.sleep(0)  # lets the task start the engine's process, which loads in parallel with all that follows
 
-    return Opened(joined.config, origin, directory, joined.cluster, lent, standbys, store, engines_may_start, launching, stack)
+    return Opened(config, origin, directory, cluster, lent, standbys, store, engines_may_start, launching, stack)
 
 
 def _begin(opened: Opened, origin: Origin, stack: AsyncExitStack) -> Begun:
@@ -155,7 +152,9 @@ async def _start(begun: Begun, stack: AsyncExitStack) -> Started:
     with begun.recorder.phase("start", begun.origin.step):
         release = opened.config.takes_turns and opened.engines_may_start.is_set()
         if release:
-            await _devices_of(await opened.launching).detach()
+            running = await opened.launching
+            assert running is not None and running.devices is not None, "they take turns with the trainer"
+            await running.devices.detach()
         async with failing_with(opened.launching):  # a failed start of an engine ends the loading of a large model
             trainer = await _load_trainer(begun, stack)
         if trainer is not None and not opened.engines_may_start.is_set():
@@ -170,7 +169,7 @@ async def _start(begun: Begun, stack: AsyncExitStack) -> Started:
             engines.devices.attach(trainer, is_loaded=release)
         engines.monitor.take()  # discards measurements from before the restart of a trainer
         teacher = await find_teacher(opened.config, engines, stack)
-        return Started(begun, opened.config.served_at(engines.served), trainer, engines, teacher)
+        return Started(begun, opened.config.served_at(engines.launched.served), trainer, engines, teacher)
 
 
 async def _wire(started: Started, termination: Termination, stack: AsyncExitStack) -> Wired:
@@ -282,11 +281,6 @@ async def _load_trainer(begun: Begun, stack: AsyncExitStack) -> Trainer | None:
     if not begun.opened.launching.done() and not config.engine_capabilities.beside_trainer:
         await trainer.warm_up()
     return trainer
-
-
-def _devices_of(engines: Engines | None) -> ColocatedDevices:
-    assert engines is not None and engines.devices is not None, "they take turns with the trainer"
-    return engines.devices
 
 
 def _weight_sync(started: Started, trainer: Trainer | None) -> WeightSync | ColocatedWeightSync | VersionCounter:

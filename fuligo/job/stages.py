@@ -102,18 +102,12 @@ class Wired:
     periodic: list[Periodic]
 
 
-@dataclass(slots=True, frozen=True)
-class Joined:
-    """Cluster of a run, and the configuration of the run on it."""
-
-    config: Config
-    """The run's configuration, with `--device auto` resolved for the cluster."""
-    cluster: RayCluster | None
-    """Nodes of the run; None if everything runs on this machine."""
-
-
-async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDirectory, stack: AsyncExitStack) -> Joined:
+async def join_cluster(
+    config: Config, weights: Sequence[Path], directory: RunDirectory, stack: AsyncExitStack
+) -> tuple[Config, RayCluster | None]:
     """Join the Ray cluster if the run uses one, and check that its nodes see the run's files.
+
+    Return the configuration with `--device auto` resolved for the cluster, and the cluster, None if everything runs on this machine.
 
     Args:
         weights: directories that the nodes must read, in addition to the models of the engines
@@ -124,7 +118,7 @@ async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDi
         ConfigError: there is no cluster, it is too small for the run, or a node cannot read the files
     """
     if chosen_launcher(config) == "local":
-        return Joined(config, None)
+        return config, None
     prepare_environment(several_nodes=len(place(config).node_sizes) > 1)
     try:
         from fuligo.cluster.cluster import open_cluster
@@ -135,4 +129,4 @@ async def join_cluster(config: Config, weights: Sequence[Path], directory: RunDi
     served = [Path(group.model_path) for group in engine_groups(config) if group.model_path is not None]
     written = [directory.path, *([] if config.checkpoint.save is None else [Path(config.checkpoint.save)])]
     await cluster.check_paths([*weights, config.hf_checkpoint_path, *served], written)
-    return Joined(config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": cluster.device})}), cluster

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fuligo.checkpoint.location import value_weights_directory, weights_directory
 from fuligo.config import Config
-from fuligo.config.groups import TrainFlags
 from fuligo.config.topology import policy_tp_size
 from fuligo.engines.backend import engine_backend
 from fuligo.errors import ConfigError
@@ -48,9 +47,6 @@ def trainer_settings(
         initial_weights: Hugging Face directory or distributed checkpoint of the initial weights
         num_rollout: rollouts of the whole run; the length of the schedule unless --lr-decay-iters gives it
         profile_dir: receives the profiles of --profile
-
-    Raises:
-        ConfigError: the backend does not support the model, or weights in the quantization of `--hf-checkpoint` cannot be updated
     """
     common = _common_settings(config, device, initial_weights, num_rollout)
     if config.observability.profile:
@@ -60,11 +56,8 @@ def trainer_settings(
 
 
 def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSettings:
-    """Complete the common settings with those of the torch trainer.
-
-    Raises ConfigError if exact log-probabilities are not available on this device.
-    """
-    longest = config.max_sample_tokens
+    """Complete the common settings with those of the torch trainer."""
+    longest, train = config.max_sample_tokens, config.train
     return TorchTrainerSettings(
         **{each.name: getattr(common, each.name) for each in fields(common)},
         gradient_checkpointing=config.model.gradient_checkpointing,
@@ -73,13 +66,9 @@ def torch_settings(config: Config, common: TrainerSettings) -> TorchTrainerSetti
         engine_tp_size=policy_tp_size(config),
         takes_images=bool(config.data.multimodal_keys),
         has_mtp=bool(config.train.mtp_num_layers),
-        mtp=_mtp(config.train),
+        mtp=MTPTraining(train.mtp_loss_scaling_factor, train.mtp_joint_training) if train.enable_mtp_training else None,
         max_step_tokens=None if longest is None else longest * math.ceil(config.resolved_global_batch_size / common.num_replicas),
     )
-
-
-def _mtp(train: TrainFlags) -> MTPTraining | None:
-    return MTPTraining(train.mtp_loss_scaling_factor, train.mtp_joint_training) if train.enable_mtp_training else None
 
 
 def _is_exact(config: Config, device: Device, checkpoint: Path) -> bool:
@@ -122,6 +111,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
     reference = config.initial_weights_path if config.needs_reference else None
     load = config.algorithm.opd_teacher_load if config.teacher_from == "trainer" else None
     teacher = weights_directory(Path(load)) if load is not None else None
+    frozen = (*train.freeze_params_name_list, *([f"^{TOWER_MODULES}"] if train.freeze_vision_tower else []))
     backend = engine_backend(config)
     engine_format = backend.engine_format(config) if config.needs_engine else EngineFormat()
     return TrainerSettings(
@@ -142,7 +132,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         balance_data=train.balance_data,
         skips_zero_advantages=config.algorithm.skip_zero_advantages,
         lora=_lora(config, initial_weights),
-        trained=TrainedParameters(tuple(train.only_train_params_name_list), _frozen(config)),
+        trained=TrainedParameters(tuple(train.only_train_params_name_list), frozen),
         device=device,
         shares_device=device == "cuda" and (config.cluster.colocate or config.engine_capabilities.beside_trainer),
         stays_on_device=config.trainer_stays,
@@ -152,12 +142,6 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         num_ranks=config.num_train_gpus,
         seed=train.seed,
     )
-
-
-def _frozen(config: Config) -> tuple[str, ...]:
-    """Return the regexes of frozen parameters."""
-    train = config.train
-    return (*train.freeze_params_name_list, *([f"^{TOWER_MODULES}"] if train.freeze_vision_tower else []))
 
 
 def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int) -> OptimizerSettings:
@@ -179,10 +163,7 @@ def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int
 
 
 def _critic(config: Config, policy_weights: Path, num_rollout: int) -> CriticSettings:
-    """Build the settings of the value model.
-
-    Raises CheckpointError if the checkpoint that the tracker of `--critic-load` names is missing or damaged.
-    """
+    """Build the settings of the value model."""
     given, flags = config.checkpoint.critic_load, config.optimizer
     lr = flags.lr if flags.critic_lr is None else flags.critic_lr
     return CriticSettings(
@@ -244,10 +225,7 @@ def _row_multiple(config: Config, common: TrainerSettings) -> int:
 
 
 def megatron_settings(config: Config, common: TrainerSettings) -> MegatronTrainerSettings:
-    """Complete the common settings with those of the Megatron trainer.
-
-    Raises ConfigError if config.json cannot be read, the layout does not divide the ranks, or the model cannot have the adapter.
-    """
+    """Complete the common settings with those of the Megatron trainer."""
     sizes, train = config.parallel, config.train
     config_json, source = read_config_json(common.hf_checkpoint), str(common.hf_checkpoint / "config.json")
     architecture = architecture_of(config_json, source)

@@ -12,7 +12,6 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -67,15 +66,6 @@ _EVENT_LOOP = f"{Path(asyncio.__file__).parent}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
-@dataclass(slots=True, frozen=True)
-class _Place:
-    """Line that a function is running."""
-
-    file: str
-    function: str
-    line: int
-
-
 @contextmanager
 def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
     """Warn once about each user function that blocks the running event loop within the block: for longer than `limit_s` at a time or, in
@@ -95,7 +85,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
         reported: set[tuple[str, str]] = set()
         while not stop.wait(period_s):
             culprit = _user_frame(loop_thread)
-            name = None if culprit is None else (culprit.file, culprit.function)
+            name = None if culprit is None else (culprit.filename, culprit.name)
             seen.append(name)
             if culprit is None or name is None or name in reported:
                 continue
@@ -111,9 +101,9 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
                 "(it runs in a thread), and let environments run isolated (no --environment-isolation none, no `isolated = False`)",
                 share,
                 limit_s,
-                culprit.function,
-                culprit.file,
-                culprit.line,
+                culprit.name,
+                culprit.filename,
+                culprit.lineno,
             )
 
     beat()
@@ -126,13 +116,13 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
         watching.join()
 
 
-def _user_frame(thread: int) -> _Place | None:
+def _user_frame(thread: int) -> traceback.FrameSummary | None:
     """Return where the user's function is that the event loop or fuligo called in the thread; None if none of the user's code runs."""
-    called: _Place | None = None
+    called: traceback.FrameSummary | None = None
     for frame, line in traceback.walk_stack(sys._current_frames()[thread]):  # the innermost first
-        place = _Place(frame.f_code.co_filename, frame.f_code.co_name, line)
-        if place.file.startswith((_OURS, _EVENT_LOOP)):
-            return None if called is None or called.file.startswith((*_INSTALLED, "<frozen")) else called
+        place = traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+        if place.filename.startswith((_OURS, _EVENT_LOOP)):
+            return None if called is None or called.filename.startswith((*_INSTALLED, "<frozen")) else called
         called = place
     return None
 

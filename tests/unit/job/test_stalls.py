@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from traceback import FrameSummary
 
 import pytest
 
@@ -37,10 +38,10 @@ async def test_a_function_that_is_seen_a_few_times_is_not_named(caplog: pytest.L
     """By chance, half of ten checks would find a function that takes a tenth of the time."""
     num_checks = 0
 
-    def found(thread: int) -> watch._Place | None:
+    def found(thread: int) -> FrameSummary | None:
         nonlocal num_checks
         num_checks += 1
-        return watch._Place("rewards.py", "reward", 7) if num_checks <= 10 else None
+        return FrameSummary("rewards.py", 7, "reward", lookup_line=False) if num_checks <= 10 else None
 
     monkeypatch.setattr(watch, "_user_frame", found)
     with stalls_reported(limit_s=10.0):

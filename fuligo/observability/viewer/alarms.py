@@ -95,18 +95,12 @@ def _watched(metrics: MetricColumns) -> Iterator[Alarm]:
 
 
 def _alarm(metrics: MetricColumns, watch: _Watch, stretch: Stretch, text: str) -> Alarm:
-    steps = metrics.steps
+    first, last = (int(metrics.steps[row] or 0) for row in (stretch.first, stretch.last))
     ongoing = stretch.last == metrics.num_rows - 1
-    since = f"since step {_step(steps, stretch.first)}"
-    between = f"in step {_step(steps, stretch.first)}"
-    if stretch.first != stretch.last:
-        between = f"in steps {_step(steps, stretch.first)} to {_step(steps, stretch.last)}"
-    title = f"{watch.title} {since if ongoing and stretch.first != stretch.last else between}"
-    return Alarm(watch.key, watch.severity, title, text, _step(steps, stretch.first), _step(steps, stretch.last), ongoing)
-
-
-def _step(steps: Values, row: int) -> int:
-    return int(steps[row] or 0)
+    when = f"in step {first}"
+    if first != last:
+        when = f"since step {first}" if ongoing else f"in steps {first} to {last}"
+    return Alarm(watch.key, watch.severity, f"{watch.title} {when}", text, first, last, ongoing)
 
 
 def _times(number: int) -> str:

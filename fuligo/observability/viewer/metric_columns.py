@@ -8,10 +8,8 @@ from typing import Any
 
 import orjson
 
-from fuligo.observability.viewer.tail import Tail
+from fuligo.observability.viewer.tail import LineReader
 
-MAX_CHUNKS = 64
-"""Maximum number of chunks (4 MiB each) that one update reads; a longer file takes several updates."""
 MAX_STEP = 2**31
 MAX_INTEGER = 2**53
 """Largest integer that is exact in a browser."""
@@ -19,38 +17,17 @@ Values = list[float | None]
 """Values by row; None if a step lacks the key or its value was not finite."""
 
 
-class MetricColumns:
+class MetricColumns(LineReader):
     """Columns of all keys; rows are steps, in the order of the file."""
 
     def __init__(self, path: Path, step_key: str = "step") -> None:
-        self._tail = Tail(path)
+        super().__init__(path)
         self._step_key = step_key
-        self._generation = -1
-        self._reset()
 
     def _reset(self) -> None:
         self.num_rows = 0
         self.num_damaged = 0
         self.columns: dict[str, Values] = {}
-        self._generation = self._tail.generation
-
-    @property
-    def generation(self) -> int:
-        """Counter, incremented when rows were removed because the run resumed from an earlier step."""
-        return self._tail.generation
-
-    def update(self) -> None:
-        """Read the lines that were added, at most `MAX_CHUNKS` chunks at once."""
-        for _ in range(MAX_CHUNKS):
-            lines = self._tail.read()
-            if not lines:
-                break
-            if self._tail.generation != self._generation:
-                self._reset()
-            for line in lines:
-                self._add(line)
-        if self._tail.generation != self._generation:
-            self._reset()
 
     def column(self, key: str) -> Values:
         """Return the values of a key, one per row."""

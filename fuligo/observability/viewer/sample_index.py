@@ -36,20 +36,8 @@ INDEX_SCHEMA = pa.schema(
 `advantage`: mean over the response; `staleness`: versions between the sample's oldest token and the newest token of its step; `engine`:
 number of the engine that sampled the last tokens; `prompt`: key of the prompt's text (`prompt_key`); `dataset`: its name, in
 evaluations."""
-_STORED = {
-    "index": "index",
-    "group": "group_index",
-    "reward": "reward",
-    "passed": "passed",
-    "parts": "parts",
-    "length": "response_length",
-    "advantage": "advantage_mean",
-    "engine": "engine",
-    "status": "status",
-    "kept": "kept",
-    "prompt": "prompt_key",
-    "dataset": "dataset",
-}
+_RENAMED = {"group": "group_index", "length": "response_length", "advantage": "advantage_mean", "prompt": "prompt_key"}
+_STORED = {name: _RENAMED.get(name, name) for name in INDEX_SCHEMA.names if name not in ("step", "row", "staleness")}
 """Column of the index -> column of the file from which it is read."""
 _READ = {*_STORED.values(), "oldest_version"}
 

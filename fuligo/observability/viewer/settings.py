@@ -52,8 +52,4 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)

@@ -1,10 +1,13 @@
 """Incremental reading of a growing file of lines."""
 
 import os
+from abc import ABC, abstractmethod
 from io import BufferedReader
 from pathlib import Path
 
 CHUNK_BYTES = 4 * 1024**2
+MAX_CHUNKS = 64
+"""Maximum number of chunks that one update reads by default; a longer file takes several updates."""
 MAX_LINE_BYTES = 64 * 1024**2
 """Length of a line after which the rest of the file is not read. No run writes such lines, and skipping more would slow down every
 request."""
@@ -71,3 +74,39 @@ class Tail:
             self.generation += 1
             self.offset, self._last_byte, self._skipped_bytes = 0, b"", 0
         self._identity = state.st_ino
+
+
+class LineReader(ABC):
+    """Reader of what the lines of a growing file say; it starts again when the file was truncated or replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path)
+        self._generation = 0
+        self._reset()
+
+    @property
+    def generation(self) -> int:
+        """Counter, incremented when lines were removed because the run resumed from an earlier step."""
+        return self._generation
+
+    def update(self, max_chunks: int = MAX_CHUNKS) -> bool:
+        """Read the lines that were added, at most `max_chunks` chunks (4 MiB each); return whether there were any."""
+        anything = False
+        for _ in range(max_chunks):
+            lines = self._tail.read()
+            if self._tail.generation != self._generation:
+                self._generation = self._tail.generation
+                self._reset()
+            if not lines:
+                break
+            anything = True
+            for line in lines:
+                self._add(line)
+        return anything
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Forget all lines."""
+
+    @abstractmethod
+    def _add(self, line: bytes) -> None: ...

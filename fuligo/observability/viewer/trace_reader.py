@@ -2,13 +2,12 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from fuligo.observability.trace import BEGIN, DRIVER_PID, ENGINE_PID, OTHER_PID, SAMPLE_PIDS
-from fuligo.observability.viewer.tail import Tail
+from fuligo.observability.viewer.tail import LineReader
 
 _SAMPLE_PIDS = {*SAMPLE_PIDS.values(), OTHER_PID}
 
@@ -27,12 +26,10 @@ class PhaseEvent:
     failed: bool = False
 
 
-class TraceReader:
+class TraceReader(LineReader):
     """Reader of the driver's phases, by step and in the order in which they ended, and of those of the trainer ranks."""
 
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
-        self._generation = 0
+    def _reset(self) -> None:
         self.by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
         self.others_by_step: dict[int, list[PhaseEvent]] = defaultdict(list)
         self.names: dict[int, str] = {}
@@ -40,22 +37,6 @@ class TraceReader:
         self.begun: dict[tuple[str, int], float] = {}
         """Start of the driver's phases that have not ended, by name and step, seconds since the epoch."""
         self.num_damaged = 0
-
-    def update(self, max_chunks: int = 1_000_000) -> bool:
-        """Read the events that were added, at most `max_chunks` chunks (4 MiB each); return whether there were any."""
-        anything = False
-        for _ in range(max_chunks):
-            lines = self._tail.read()
-            if self._tail.generation != self._generation:
-                self._generation = self._tail.generation
-                self.by_step, self.others_by_step = defaultdict(list), defaultdict(list)
-                self.names, self.begun, self.num_damaged = {}, {}, 0
-            if not lines:
-                break
-            anything = True
-            for line in lines:
-                self._add(line)
-        return anything
 
     @property
     def share_read(self) -> float:

@@ -202,7 +202,7 @@ class Chart {
     if (!near.length) return;
     const lines = near.map(({ one, point, raw }) => {
       const exact = raw && raw.y !== point.y ? ` (${this.format(raw.y)})` : "";
-      return element("span.tip-line", swatch(one.colour), `${near.length > 1 ? `${one.name}  ` : ""}${this.format(point.y)}${exact}`);
+      return tipLine(one.colour, `${near.length > 1 ? `${one.name}  ` : ""}${this.format(point.y)}${exact}`);
     });
     showTooltip([`${AXES[this.kind]} ${axisText(this.kind, near[0].point.x)}`, ...lines], clientX, clientY);
   }

@@ -14,6 +14,7 @@ function setChoice(label, of, choose) {
 }
 
 const notes = (texts) => (texts.length ? element("ul.notes", texts.map((text) => element("li", text))) : null);
+const tipLine = (colour, text) => element("span.tip-line", swatch(colour), text);
 const empty = (text) => element("p.empty", text);
 const pill = (text, kind = "") => element("span", { class: `pill ${kind}` }, text);
 // How many steps are read of those that are recorded; empty once all are.

@@ -28,10 +28,14 @@ function passes(row, filters) {
 function ordering(order) {
   if (order === "oldest") return (a, b) => a.step - b.step || a.row - b.row;
   const newest = (a, b) => b.step - a.step || a.row - b.row;
+  return order === "newest" ? newest : (a, b) => byField(order)(a, b) || newest(a, b);
+}
+
+// Ascending, or descending after "-"; rows without a value come last.
+function byField(order) {
   const field = order.replace(/^-/, "");
-  if (field === "newest") return newest;
   const sign = order.startsWith("-") ? -1 : 1;
-  return (a, b) => (a[field] === null) - (b[field] === null) || sign * (a[field] - b[field]) || newest(a, b);
+  return (a, b) => (a[field] === null) - (b[field] === null) || sign * (a[field] - b[field]);
 }
 
 const FROM_REPORT = {
@@ -48,10 +52,8 @@ const FROM_REPORT = {
   },
   // A report has the first prompts of every order, of all datasets together.
   prompts: ({ run, of, order, offset, limit }) => {
-    const key = order.replace(/^-/, "");
-    const sign = order.startsWith("-") ? -1 : 1;
-    const difference = (a, b) => (a[key] === null) - (b[key] === null) || sign * (a[key] - b[key]);
-    const rows = [...embedded.prompts[run][of]].sort((a, b) => difference(a, b) || (key === "pass_rate" ? sign * (a.mean - b.mean) : 0));
+    const [difference, byMean] = [byField(order), byField(order.replace("pass_rate", "mean"))];
+    const rows = [...embedded.prompts[run][of]].sort((a, b) => difference(a, b) || byMean(a, b));
     const any_passes = rows.some((row) => row.pass_rate !== null);
     return { total: rows.length, any_passes, offset, rows: rows.slice(offset, offset + limit), indexed: [1, 1] };
   },

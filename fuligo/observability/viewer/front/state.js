@@ -17,12 +17,11 @@ const visibleRuns = () => {
 };
 
 const isLive = (run) => run.state === "running" || run.state === "quiet" || run.state === "empty";
-const STATE_WORDS = { finished: "finished", running: "running", quiet: "silent", stopped: "stopped", empty: "no step yet" };
 
 function stateText(run) {
   if (run.state === "quiet") return `no output for ${duration(run.age_s)}`;
   if (run.state === "stopped") return run.num_rollouts ? `stopped after ${run.num_done} of ${run.num_rollouts} steps` : "not running";
-  return STATE_WORDS[run.state];
+  return run.state === "empty" ? "no step yet" : run.state;
 }
 
 // Class of the pill: a run with ongoing alarms is not green, whatever its state.

@@ -144,11 +144,7 @@ class StepBars {
       [
         `step ${this.data.steps[at]}: ${seconds(total)}`,
         ...parts.map((name) =>
-          element(
-            "span.tip-line",
-            swatch(causeColour(name)),
-            `${name} ${fine(this.data.causes[name][at])}, ${share(this.data.causes[name][at] / total)}`,
-          ),
+          tipLine(causeColour(name), `${name} ${fine(this.data.causes[name][at])}, ${share(this.data.causes[name][at] / total)}`),
         ),
       ],
       x,

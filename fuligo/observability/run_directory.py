@@ -61,13 +61,8 @@ class RunDirectory:
     def create(cls, path: Path, config: Config, *, resume: bool) -> RunDirectory:
         """Create the directory, or reuse that of an earlier run, and write `config.yaml`.
 
-        Args:
-            path: new, empty, or the directory of an earlier run.
-            config: resolved configuration of this run.
-            resume: allow recorded steps to be cut back to where a checkpoint resumes; otherwise they are never overwritten.
-
-        Raises:
-            ConfigError: the directory is not writable, has files of something else, has recorded steps without `resume`, or is in use.
+        With `resume`, recorded steps may be cut back to where a checkpoint resumes; otherwise they are never overwritten. Raises
+        ConfigError if the directory cannot be used, or not be written.
         """
         require_usable(path, resume=resume)
         try:
@@ -112,11 +107,8 @@ class RunDirectory:
     ) -> Path:
         """Write `eval/eval_000020.parquet` and a line of `eval/metrics.jsonl` for an evaluation after 20 complete rollouts.
 
-        Args:
-            num_rollouts: complete rollouts; 0 is the untrained policy.
-            groups: groups by name of the dataset, which becomes the column `dataset`.
-            record: `eval/*` metrics.
-            reward_keys: key of the value in dict rewards that is reported, by name of the dataset.
+        Groups, and the keys of the values in dict rewards that are reported, are given by name of the dataset, which becomes the column
+        `dataset`.
         """
         keys = reward_keys or {}
         table = pa.concat_tables([sample_table([]), *(sample_table(of_set, reward_key=keys.get(name)) for name, of_set in groups.items())])

@@ -34,12 +34,7 @@ position."""
 
 
 def turns_column(samples: Sequence[Sample], as_text: Callable[[Any], str | None]) -> pa.Array:
-    """Return the column `turns`, null for samples without an episode.
-
-    Args:
-        samples: samples in the order of the rows
-        as_text: returns a string as it is, and any other value as JSON
-    """
+    """Return the column `turns`, null for samples without an episode. `as_text` returns a string as it is, and other values as JSON."""
     if not any(sample.episode for sample in samples):
         return pa.nulls(len(samples), TURNS)
     return pa.array([sample.episode and list(_entries(sample.episode, as_text)) for sample in samples], TURNS)

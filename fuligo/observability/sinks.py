@@ -32,14 +32,10 @@ class Sink(Protocol):
 
 
 def open_sinks(config: Config, run_dir: Path, *, start: int, kept: Sequence[Record] = ()) -> list[Sink]:
-    """Open the sinks that the flags select.
+    """Open the sinks that the flags select, for a run that starts or resumes at the step `start`.
 
-    Args:
-        start: step at which the run starts or resumes.
-        kept: evaluations of the weights at `start`, which a resume does not repeat: `num_rollouts` and `eval/*`.
-
-    Raises:
-        ConfigError: a package is not installed, or a sink cannot be opened, such as W&B without a login or a user's class that raises.
+    `kept` are evaluations of the weights at `start`, which a resume does not repeat: `num_rollouts` and `eval/*`. Raises ConfigError if a
+    package is not installed, or a sink cannot be opened, such as W&B without a login or a user's class that raises.
     """
     flags = config.observability
     missing = [
@@ -191,12 +187,7 @@ class MlflowSink:
 class GuardedSink:
     """Wrapper of a sink that depends on a server or on the user's code, so that its failure does not end the run.
 
-    After an exception in `write`, the sink receives no more records. Raises HookError if its constructor raises.
-
-    Args:
-        name: flag that selects the sink.
-        make: class of the sink.
-        given: arguments of its constructor.
+    After an exception in `write`, the sink receives no more records. Raises HookError if its constructor, `make(*given)`, raises.
     """
 
     def __init__(self, name: str, make: Hook, *given: Any) -> None:

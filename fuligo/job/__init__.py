@@ -57,17 +57,10 @@ def show_end(config: Config, run_dir: Path) -> None:
 
 
 def run_to_end(config: Config, lent: LentParts | None = None) -> Outcome:
-    """Run a configuration to its end and return the outcome.
+    """Run a configuration to its end and return the outcome. Raises KeyboardInterrupt if a signal ended the run.
 
     Ctrl-C and SIGTERM end it early: engines and ranks are stopped, and all records are kept. The first Ctrl-C saves a checkpoint first,
     unless --no-save-last is set; SIGTERM does so with --save-on-sigterm.
-
-    Args:
-        lent: trainer and engine that several runs share; None: the run starts its own
-
-    Raises:
-        FuligoError: the run failed
-        KeyboardInterrupt: a signal ended the run
     """
     with collector_paused():
         from fuligo.job.run import run_config
@@ -89,14 +82,11 @@ async def run_in_loop(config: Config) -> Outcome:
 
 
 def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> list[Path]:
-    """Run checked configurations concurrently, each in a separate process, with one shared trainer and engine.
+    """Run checked configurations concurrently, each in its own process, on one trainer and engine; return the run directories.
 
     Args:
         configs: configurations by the name of the run; each sets its run directory
         resume: runs without a checkpoint start over and replace the steps that they recorded
-
-    Returns:
-        the run directories
 
     Raises:
         RunsFailedError: some runs failed; the others ran to their end

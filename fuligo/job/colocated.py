@@ -190,16 +190,13 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
+@dataclass(slots=True, frozen=True)
 class ColocatedTrainer:
-    """Trainer that takes the devices before it works. Implements `trainer.protocol.Trainer`.
+    """Trainer that takes the devices before it works. Implements `trainer.protocol.Trainer`."""
 
-    Args:
-        trainer: trainer that was loaded once and is offloaded
-    """
-
-    def __init__(self, trainer: Trainer, devices: ColocatedDevices) -> None:
-        self._trainer = trainer
-        self._devices = devices
+    _trainer: Trainer
+    """Trainer that was loaded once and is offloaded."""
+    _devices: ColocatedDevices
 
     @property
     def num_updates(self) -> int:

@@ -298,12 +298,7 @@ def _amplifies_rounding(model: dict[str, Any]) -> bool:
 async def find_teacher(config: Config, engines: Engines, stack: AsyncExitStack) -> ServedTeacher | None:
     """Connect to the teacher and let it score a few tokens. Return None without a teacher, or if the trainer computes its scores.
 
-    Args:
-        engines: engines of the run, which may include the teacher
-        stack: closes connections
-
-    Raises:
-        EngineError: the teacher does not answer, or returns no valid log-probabilities for the tokens
+    Raises EngineError if the teacher, which the run's own engines may include, does not answer or gives no valid log-probabilities.
     """
     if config.teacher_from != "engine":
         return None

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from fuligo.engines.backend import LentEngines
@@ -13,6 +14,7 @@ from fuligo.trainer.ranks.connected import ConnectedRank
 from fuligo.trainer.ranks.handle import RankHandle
 
 
+@dataclass(slots=True)
 class LentParts:
     """Trainer and engines that the process of `fuligo train-many` lends to the process of one run.
 
@@ -20,12 +22,12 @@ class LentParts:
     steps in its directory, even without a checkpoint.
     """
 
-    def __init__(self, control: Connection, trainer: Connection, num_runs: int, *, resume: bool = False) -> None:
-        self.num_runs = num_runs
-        self.resume = resume
-        self._control = control
-        self._trainer = trainer
-        self._engines: LentEngines | None = None
+    control: Connection
+    trainer: Connection
+    num_runs: int
+    """Runs that share the trainer and the engines."""
+    resume: bool = False
+    _engines: LentEngines | None = None
 
     async def engines(self) -> LentEngines:
         """Wait until the engines serve, and return them. Raises EngineError if the process of `fuligo train-many` has ended.
@@ -34,7 +36,7 @@ class LentParts:
         """
         if self._engines is None:
             try:
-                received = ComputeThread("shared engines").submit(self._control.recv_bytes)
+                received = ComputeThread("shared engines").submit(self.control.recv_bytes)
                 self._engines = pickle.loads(await asyncio.wrap_future(received))
             except (EOFError, OSError) as error:
                 raise EngineError("the process that all runs share ended before its engines served; see its output") from error
@@ -43,4 +45,4 @@ class LentParts:
 
     async def ranks(self) -> Sequence[RankHandle]:
         """Return the run's rank in the shared trainer."""
-        return [ConnectedRank(0, socket.gethostname(), self._trainer)]
+        return [ConnectedRank(0, socket.gethostname(), self.trainer)]

@@ -60,10 +60,7 @@ class RunProcess:
 async def run_many(configs: Mapping[str, Config], logs: Path, *, resume: bool = False) -> None:
     """Run all configurations to their ends. SIGTERM and cancellation end them as they end a single run.
 
-    Args:
-        configs: checked configurations, by the name of the run
-        logs: directory of the engines' logs
-        resume: a run without a checkpoint replaces the steps that it has recorded
+    The engines write their logs to `logs`. For `configs` and `resume`, see `job.run_many_to_end`.
     """
     async with AsyncExitStack() as stack:
         on_cpu = resolve_device(next(iter(configs.values()))) == "cpu"

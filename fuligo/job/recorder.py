@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fuligo.config import Config
@@ -129,41 +129,35 @@ def log_data(evaluation: Evaluation) -> dict[str, dict[str, list[Any]]]:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class RunRecorder:
     """Writer of every step to the run directory, the sinks and the console."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        progress: Progress,
-        sinks: list[Sink],
-        log_hooks: LogHooks,
-        *,
-        save_samples: bool,
-        reward_key: str | None,
-        pass_key: str | None,
-        gpus: GpuMonitor | None = None,
-    ) -> None:
-        self._directory = directory
-        self._progress = progress
-        self._sinks = sinks
-        self._log_hooks = log_hooks
-        self._save_samples = save_samples
-        self._reward_key = reward_key
-        self._pass_key = pass_key
-        self._first_evaluation = next(iter(directory.evaluation_records()), None)
-        self._last_step_end_s = time.perf_counter()
-        self._gpus = gpus
-        self._columns = MetricColumns(directory.path / "metrics.jsonl")
-        self._alarms_told: set[tuple[str, int]] = set()
+    directory: RunDirectory
+    progress: Progress
+    sinks: list[Sink]
+    log_hooks: LogHooks
+    save_samples: bool
+    reward_key: str | None
+    pass_key: str | None
+    gpus: GpuMonitor | None = None
+    """Monitor of this machine's GPUs; None without one."""
+    _first_evaluation: Record | None = field(init=False)
+    _columns: MetricColumns = field(init=False)
+    _last_step_end_s: float = field(default_factory=time.perf_counter)
+    _alarms_told: set[tuple[str, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._first_evaluation = next(iter(self.directory.evaluation_records()), None)
+        self._columns = MetricColumns(self.directory.path / "metrics.jsonl")
 
     def phase(self, name: str, step: int) -> AbstractContextManager[None]:
         """Time a phase of the driver; it becomes `perf/<name>_s` of the step and an event of the trace."""
-        return self._directory.trace.phase(name, step)
+        return self.directory.trace.phase(name, step)
 
     def start(self, step: int) -> None:
         """Start the clock of the first step; time before it (loading, the first weight sync) is only in the trace."""
-        self._directory.trace.take_durations(step)
+        self.directory.trace.take_durations(step)
         self._last_step_end_s = time.perf_counter()
 
     def record(self, rollout: Rollout, batch: TrainBatch | None, result: StepResult | None, version: int) -> None:
@@ -172,24 +166,24 @@ class RunRecorder:
         if warning := failure_warning(step, rollout.groups):
             logger.warning("%s", warning)
         with self.phase("record", step):
-            if self._save_samples:
+            if self.save_samples:
                 training = None if batch is None or result is None else Training(batch.samples, result.scores)
-                self._directory.write_samples(step, rollout.groups, training, reward_key=self._reward_key, pass_key=self._pass_key)
-            self._directory.trace.samples(step, (sample for group in rollout.groups for sample in group.samples))
+                self.directory.write_samples(step, rollout.groups, training, reward_key=self.reward_key, pass_key=self.pass_key)
+            self.directory.trace.samples(step, (sample for group in rollout.groups for sample in group.samples))
             if result is not None:
-                self._directory.trace.ranks(step, result.rank_spans)
+                self.directory.trace.ranks(step, result.rank_spans)
         now_s = time.perf_counter()
-        perf = perf_metrics(self._directory.trace.take_durations(step), now_s - self._last_step_end_s)
+        perf = perf_metrics(self.directory.trace.take_durations(step), now_s - self._last_step_end_s)
         self._last_step_end_s = now_s
-        if self._gpus is not None:
-            perf |= self._gpus.take()
-        logged = self._log_hooks.rollout(rollout, perf.get("perf/rollout_s", 0.0))
+        if self.gpus is not None:
+            perf |= self.gpus.take()
+        logged = self.log_hooks.rollout(rollout, perf.get("perf/rollout_s", 0.0))
         record = step_record(step, version, logged.metrics, result, perf)
-        self._directory.record(record)
+        self.directory.record(record)
         tracked = record if logged.tracked else {key: value for key, value in record.items() if not key.startswith("rollout/")}
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.write(tracked)
-        self._progress.record(record)
+        self.progress.record(record)
         self._columns.update()
         for alarm in alarms(self._columns):
             if alarm.ongoing and alarm.severity != "note" and (alarm.key, alarm.first_step) not in self._alarms_told:
@@ -201,10 +195,10 @@ class RunRecorder:
 
         A failed write is only logged, because `error` ends the run.
         """
-        if not self._save_samples:
+        if not self.save_samples:
             return
         try:
-            self._directory.write_samples(error.step, error.groups, reward_key=self._reward_key, pass_key=self._pass_key)
+            self.directory.write_samples(error.step, error.groups, reward_key=self.reward_key, pass_key=self.pass_key)
         except FuligoError as failure:
             logger.warning("cannot write the samples of rollout %d, which was not filled: %s", error.step, failure)
 
@@ -213,10 +207,10 @@ class RunRecorder:
 
         After `num_rollouts` complete rollouts, the same weights sample the step of this number next; 0 is the untrained policy.
         """
-        logged = self._log_hooks.evaluation(num_rollouts, evaluation)
+        logged = self.log_hooks.evaluation(num_rollouts, evaluation)
         metrics = logged.metrics
-        self._directory.write_evaluation(num_rollouts, evaluation.groups, metrics, reward_keys=evaluation.reward_keys)
-        for sink in self._sinks if logged.tracked else ():
+        self.directory.write_evaluation(num_rollouts, evaluation.groups, metrics, reward_keys=evaluation.reward_keys)
+        for sink in self.sinks if logged.tracked else ():
             sink.write({"step": num_rollouts, "time": time.time(), **metrics})
-        self._progress.evaluation(num_rollouts, metrics, self._first_evaluation)
+        self.progress.evaluation(num_rollouts, metrics, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or metrics

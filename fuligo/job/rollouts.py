@@ -120,11 +120,9 @@ class RolloutBuilder:
     def build(
         self, *, start: int, state: RolloutState | None, phase: PhaseTimer, end_early: asyncio.Event
     ) -> tuple[PacedRollouts, Evaluates | None]:
-        """Build the rollouts from step `start` on, and the evaluator if there is evaluation data.
+        """Build the rollouts from step `start` on, which end early when `end_early` is set, and the evaluator if there is evaluation data.
 
-        Args:
-            state: state of the checkpoint that is resumed; None starts at the beginning of the data
-            end_early: ends the rollouts when it is set
+        `state`: state of the checkpoint that is resumed; None starts at the beginning of the data.
         """
         saved, source, mode = self.config.debug.load_debug_rollout_data, self.data.source, self.config.rollout.async_mode
         activity: Activity | None = None

@@ -56,11 +56,7 @@ class Outcome:
 
 
 async def run_config(config: Config, termination: Termination, lent: LentParts | None = None) -> Outcome:
-    """Run a configuration until its last rollout, or until `termination` ends it early.
-
-    Args:
-        lent: trainer and engine that several runs share; None: the run starts its own
-    """
+    """Run a configuration until its last rollout, or until `termination` ends it early; what is recorded until then is on disk."""
     async with AsyncExitStack() as stack:
         with warnings_before_progress(config.observability.progress):
             opened = await _open(config, stack, lent)
@@ -85,9 +81,7 @@ async def run_config(config: Config, termination: Termination, lent: LentParts |
 async def _train(begun: Begun, termination: Termination) -> Outcome:
     """Load a trainer and run the loop with it to the end of the run.
 
-    Raises:
-        RankError: the trainer was lost; another may continue from the newest checkpoint
-        FuligoError: the run failed
+    Raises RankError if the trainer was lost; another may continue from the newest checkpoint.
     """
     async with AsyncExitStack() as stack:
         started = await _start(begun, stack)

@@ -109,13 +109,8 @@ async def join_cluster(
 
     Return the configuration with `--device auto` resolved for the cluster, and the cluster, None if everything runs on this machine.
 
-    Args:
-        weights: directories that the nodes must read, in addition to the models of the engines
-        directory: run directory; holds Ray's log, and every node must see it
-        stack: leaves the cluster when it closes
-
-    Raises:
-        ConfigError: there is no cluster, it is too small for the run, or a node cannot read the files
+    Raises ConfigError if there is no cluster, it is too small for the run, or a node cannot read `weights`, the models of the engines and
+    the run directory, which holds Ray's log.
     """
     if chosen_launcher(config) == "local":
         return config, None

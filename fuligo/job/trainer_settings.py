@@ -42,11 +42,8 @@ def trainer_settings(
 ) -> TrainerSettings:
     """Build the settings of the trainer for the backend of the configuration.
 
-    Args:
-        device: resolved device
-        initial_weights: Hugging Face directory or distributed checkpoint of the initial weights
-        num_rollout: rollouts of the whole run; the length of the schedule unless --lr-decay-iters gives it
-        profile_dir: receives the profiles of --profile
+    `initial_weights` are a Hugging Face directory or distributed checkpoint; `num_rollout`, the rollouts of the whole run, is the length of
+    the schedule unless --lr-decay-iters gives it.
     """
     common = _common_settings(config, device, initial_weights, num_rollout)
     if config.observability.profile:
@@ -145,11 +142,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
 
 
 def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int) -> OptimizerSettings:
-    """Build the settings of one optimizer.
-
-    Args:
-        num_rollout: rollouts that train the model; the length of the schedule unless --lr-decay-iters gives it
-    """
+    """Build the settings of one optimizer; `num_rollout` rollouts train the model."""
     flags = config.optimizer
     schedule = LearningRateSchedule(
         peak=lr,

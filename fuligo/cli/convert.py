@@ -64,9 +64,6 @@ def _parser(name: str, description: str, *positional: tuple[str, str], save: boo
     return made
 
 
-# -- hf-to-dist ------------------------------------------------------------------------------------------------------------------------
-
-
 def _hf_to_dist_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         allow_abbrev=False,
@@ -137,9 +134,6 @@ def _convert_hf_to_dist(plan: conversion.DistPlan) -> None:
     finally:
         leave_world()
         del server
-
-
-# -- to Hugging Face -------------------------------------------------------------------------------------------------------------------
 
 
 def _dist_to_hf_parser() -> argparse.ArgumentParser:
@@ -247,9 +241,6 @@ def mxfp4_to_bf16(arguments: Sequence[str]) -> int:
     mxfp4_to_bf16(source, options.save)
     print(f"{source} -> {options.save}")
     return 0
-
-
-# -- compare and FP8 -------------------------------------------------------------------------------------------------------------------
 
 
 def _compare_parser() -> argparse.ArgumentParser:

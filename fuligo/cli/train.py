@@ -63,9 +63,6 @@ def prepare(
         places: file and line of the flags that the config file sets, as in `Parsed`.
         sharing: other runs that use the same engines.
         shown: warnings and choices that were shown for other runs, which are not repeated; those of this run are added.
-
-    Raises:
-        ConfigError: the run cannot start; names all problems found.
     """
     found = checked(located(config), sharing)
     config = found.config

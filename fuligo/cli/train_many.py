@@ -73,9 +73,6 @@ def prepare_many(
         configs: by the name of the run
         warnings: about their flags, by the name of the run
         resumes: continue each run from its own checkpoints; complete ones are left out
-
-    Raises:
-        ConfigError: a run cannot start, or the runs do not fit together; names all problems found.
     """
     if len(configs) < 2:
         raise ConfigError("fuligo train-many takes the configs of several runs, A.yaml B.yaml ...; use fuligo train for one")

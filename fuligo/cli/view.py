@@ -62,16 +62,11 @@ def bind(host: str, port: int | None) -> socket.socket:
 
     Raises ConfigError if the port is taken, or there is no such address.
     """
+    family, number = socket.AF_INET6 if ":" in host else socket.AF_INET, DEFAULT_PORT if port is None else port
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, DEFAULT_PORT if port is None else port))
-            listener.listen(BACKLOG)  # early visitors wait instead of being refused
-        except BaseException:
-            listener.close()
-            raise
-        return listener
+        # It listens at once, so that early visitors wait instead of being refused.
+        return socket.create_server((host, number), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         if port is None and isinstance(error, OSError):
             return bind(host, 0)

@@ -246,7 +246,7 @@ def _code_of(option: str, directory: Path, config: Config) -> Iterator[str]:
 
 
 def _value_model(config: Config) -> Iterator[str]:
-    given, model = config.checkpoint.critic_load, config.model.hf_checkpoint
+    given = config.checkpoint.critic_load
     if given is None or not config.trains_values:
         return
     try:
@@ -259,14 +259,16 @@ def _value_model(config: Config) -> Iterator[str]:
     else:
         problems = [f"--critic-load: {text}" for text in checkpoint_problems(directory, may_be_value_model=True)]
     yield from problems
-    if problems or model is None:
-        return
-    try:
-        difference = architecture_difference(model_directory(directory), Path(model))
-    except DamagedFileError:
-        return  # other checks report the damaged --hf-checkpoint
-    if difference is not None:
+    if not problems and (difference := _from_policy(config, model_directory(directory))):
         yield f"--critic-load: {difference}; use a value model of the policy's architecture"
+
+
+def _from_policy(config: Config, weights: Path) -> str | None:
+    """Return how the architecture of weights differs from that of --hf-checkpoint, whose damage other checks report."""
+    try:
+        return None if config.model.hf_checkpoint is None else architecture_difference(weights, Path(config.model.hf_checkpoint))
+    except DamagedFileError:
+        return None
 
 
 def _teacher(config: Config) -> Iterator[str]:
@@ -303,7 +305,7 @@ def _loaded_teacher(config: Config, path: Path, student: Path | None) -> Iterato
 
 
 def _resume(config: Config) -> Iterator[str]:
-    load, policy = config.checkpoint.load, config.model.hf_checkpoint
+    load = config.checkpoint.load
     try:
         start = resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step)
     except CheckpointError as error:
@@ -348,13 +350,7 @@ def _resume(config: Config) -> Iterator[str]:
     if not problems and not is_distributed(weights) and not is_trainable(model):
         problems = [f"--load {model} is quantized, and training cannot start from it; use the unquantized weights"]
     yield from problems
-    if problems or policy is None:
-        return
-    try:
-        difference = architecture_difference(model, Path(policy))
-    except DamagedFileError:
-        return  # other checks report the damaged --hf-checkpoint
-    if difference is not None:
+    if not problems and (difference := _from_policy(config, model)):
         yield f"--load: {difference}; name the trained model with --hf-checkpoint"
 
 

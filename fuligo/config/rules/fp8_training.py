@@ -39,7 +39,7 @@ def all_layers_train_in_fp8(config: Config) -> Iterator[Violation]:
 def fp8_is_tested_in_this_layout(config: Config) -> Iterator[Violation]:
     """Warn about FP8 training of a model that is split over GPUs, which has not been tested on GPUs."""
     kind = config.megatron.get("fp8_format")
-    split = [f"{flags()[name].option} {size}" for name in _SIZES if (size := int(config.value_of(name) or 1)) > 1]
+    split = [f"{flags()[name].option} {size}" for name in _SIZES if (size := getattr(config.parallel, name)) > 1]
     if kind is not None and split:
         text = f"--fp8-format {kind} with {', '.join(split)} has not been tested on GPUs; check train/logprob_abs_diff and train/grad_norm"
         yield Violation(text, advice="compare with a run without --fp8-format")

@@ -37,7 +37,7 @@ INDEX_SCHEMA = pa.schema(
 number of the engine that sampled the last tokens; `prompt`: key of the prompt's text (`prompt_key`); `dataset`: its name, in
 evaluations."""
 _RENAMED = {"group": "group_index", "length": "response_length", "advantage": "advantage_mean", "prompt": "prompt_key"}
-_STORED = {name: _RENAMED.get(name, name) for name in INDEX_SCHEMA.names if name not in ("step", "row", "staleness")}
+_STORED: dict[str, str] = {name: _RENAMED.get(name, name) for name in INDEX_SCHEMA.names if name not in ("step", "row", "staleness")}
 """Column of the index -> column of the file from which it is read."""
 _READ = {*_STORED.values(), "oldest_version"}
 

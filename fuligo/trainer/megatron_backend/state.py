@@ -44,7 +44,7 @@ from fuligo.trainer.megatron_backend.weights.export import named_weights
 from fuligo.trainer.parameters import require_finite_weights
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.small_files import Counters, read_random_state, set_random_state, write_random_state
+from fuligo.trainer.resume_state import Counters, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.step import Progress
 
 logger = logging.getLogger(__name__)

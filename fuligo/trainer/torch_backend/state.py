@@ -33,7 +33,7 @@ from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, writ
 from fuligo.models.registry import unwritten_keys
 from fuligo.trainer.adapter_sender import other_base, require_scaling
 from fuligo.trainer.ranks.world import World
-from fuligo.trainer.small_files import Counters, has_random_state, read_random_state, set_random_state, write_random_state
+from fuligo.trainer.resume_state import Counters, has_random_state, read_random_state, set_random_state, write_random_state
 from fuligo.trainer.step import Progress
 from fuligo.trainer.torch_backend.critic import Critic
 from fuligo.trainer.torch_backend.learner import Learner

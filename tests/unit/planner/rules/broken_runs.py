@@ -43,7 +43,10 @@ EXACT_ON_TWO = (
     "--sglang-mem-fraction-static 0.7"
 )
 """Flags with which it runs on 2 GPUs."""
-FP8_WHOLE = "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 1 --no-sequence-parallel --context-parallel-size 1 --max-tokens-per-gpu 9216"
+FP8_WHOLE = (
+    "--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 1 --no-sequence-parallel --context-parallel-size 1 "
+    "--max-tokens-per-gpu 9216"
+)
 """Training in FP8 with the whole model on each GPU."""
 
 

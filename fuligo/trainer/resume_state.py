@@ -1,4 +1,4 @@
-"""Small files of a trainer's checkpoint: counters (`trainer.json`), and the random states of the ranks, one file per rank."""
+"""State that a resumed trainer needs besides weights and moments: counters (`trainer.json`), and a random state per rank."""
 
 import json
 from collections.abc import Mapping
@@ -56,12 +56,12 @@ class Counters:
                     f"cannot read {file}: it has format {version} of the {written_by} trainer, but this run reads format {FORMAT} of the "
                     f"{backend} trainer; use the trainer and the version of fuligo that wrote it"
                 )
-            critic, layout = content.get("critic"), content.get("layout")
+            critic = content.get("critic")
             return cls(
                 _progress(content),
                 content.get("base_digest"),
                 None if critic is None else _progress(critic),
-                None if layout is None else Layout(**layout),
+                Layout(**content["layout"]) if backend == "megatron" else None,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"

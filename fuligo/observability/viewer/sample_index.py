@@ -36,8 +36,10 @@ INDEX_SCHEMA = pa.schema(
 `advantage`: mean over the response; `staleness`: versions between the sample's oldest token and the newest token of its step; `engine`:
 number of the engine that sampled the last tokens; `prompt`: key of the prompt's text (`prompt_key`); `dataset`: its name, in
 evaluations."""
-_RENAMED = {"group": "group_index", "length": "response_length", "advantage": "advantage_mean", "prompt": "prompt_key"}
-_STORED: dict[str, str] = {name: _RENAMED.get(name, name) for name in INDEX_SCHEMA.names if name not in ("step", "row", "staleness")}
+_STORED = {
+    **{name: name for name in ("index", "reward", "passed", "parts", "engine", "status", "kept", "dataset")},
+    **{"group": "group_index", "length": "response_length", "advantage": "advantage_mean", "prompt": "prompt_key"},
+}
 """Column of the index -> column of the file from which it is read."""
 _READ = {*_STORED.values(), "oldest_version"}
 

@@ -99,8 +99,8 @@ async def test_sglang_without_the_hook_refuses_a_stream(
     engine = engines.clients[0]
     call = engine._call
 
-    async def unknown(method: str, path: str, body: dict[str, Any], **how: Any) -> Any:
-        return await call(method, path, {**body, "load_format": None}, **how)
+    async def unknown(path: str, body: dict[str, Any], **how: Any) -> Any:
+        return await call(path, {**body, "load_format": None}, **how)
 
     with monkeypatch.context() as patch, pytest.raises(EngineError, match="fuligo_sync"):
         patch.setattr(engine, "_call", unknown)

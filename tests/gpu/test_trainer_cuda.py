@@ -176,7 +176,7 @@ def test_a_warmed_up_trainer_compiles_nothing_more_for_short_rows(tmp_path: Path
         train_batches.samples(LENGTHS[:1]),
     ):
         gradients(rank, train_batches.batch(shares.scored(rank, samples)))
-        rank.optimizer.zero_grad()
+        rank._learner.optimizer.zero_grad()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
@@ -193,7 +193,7 @@ def test_shared_prefixes_do_not_change_scores_and_gradients(checkpoint, torch_co
         rank.settings = replace(rank.settings, shares_prefixes=shares_prefixes)
         scored = shares.scored(rank, samples)
         errors.append(float(np.abs(np.concatenate([each.old_logprobs for each in scored]) - exact).mean()))
-        rank.optimizer.zero_grad()
+        rank._learner.optimizer.zero_grad()
         batch = batch or train_batches.batch(scored)
         found.append(gradients(rank, batch))
     assert errors[1] <= 1.3 * errors[0]

@@ -108,7 +108,7 @@ def test_a_run_that_trained_its_tower_continues_on_text(published: Path, tmp_pat
     resumed = TorchRankWorker(settings_of(published), World())
     resumed.restore(tmp_path / "iter_0000001")
     names = {id(parameter): name for name, parameter in resumed.policy.model.named_parameters()}
-    with_moments = {names[id(parameter)] for parameter in resumed.optimizer.state}
+    with_moments = {names[id(parameter)] for parameter in resumed._learner.optimizer.state}
     assert with_moments == {name for name in names.values() if not is_of_tower(name)}
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from fuligo.formats.host_copies import NamedTensors
+
 DIGEST_SCHEME = "xxh3:"
 """Prefix of checksums. Versions of fuligo that used BLAKE2b wrote none."""
 DIGESTED_AT_ONCE = 2**28
@@ -64,9 +66,14 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> int:
 def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
     """Return the digest of all tensors. At most `DIGESTED_AT_ONCE` bytes and one more tensor are held at a time."""
     checksum = WeightsChecksum()
-    for batch in batches(named_tensors, DIGESTED_AT_ONCE):
+
+    def update_all(batch: NamedTensors) -> None:
+        """Digest a batch. A separate function, so that its references to the batch's copies are dropped when it returns."""
         for name, tensor in host_copies(batch):
             checksum.update(name, tensor)
+
+    for batch in batches(named_tensors, DIGESTED_AT_ONCE):
+        update_all(batch)
     return checksum.result()
 
 

@@ -1,3 +1,6 @@
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -25,6 +28,24 @@ def test_batches_have_the_digest_of_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     for at_once in (1, 10_000, 2**28):
         monkeypatch.setattr(weight_manifest, "DIGESTED_AT_ONCE", at_once)
         assert weights_checksum(iter(tensors)) == one_by_one.result()
+
+
+def test_a_batch_is_freed_before_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_manifest, "DIGESTED_AT_ONCE", 2 * 4 * 8)  # two tensors
+    read: list[weakref.ref[torch.Tensor]] = []
+    num_held: list[int] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(6):
+            num_held.append(sum(tensor() is not None for tensor in read))
+            tensor = torch.full((8,), float(number))
+            read.append(weakref.ref(tensor))
+            yield f"w{number}", tensor
+            del tensor
+
+    weights_checksum(tensors())
+    # The first tensor of a batch is read while the last one of the previous batch is held, the second while only the first is.
+    assert num_held == [0, 1, 1, 1, 1, 1]
 
 
 def test_digest_stays_the_same_over_versions() -> None:

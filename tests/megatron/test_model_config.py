@@ -1,5 +1,6 @@
 """Megatron's configuration of a model, and models that are refused."""
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from fuligo.config.groups import ParallelFlags
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.flags import EXPERTS, LATENT_ATTENTION
-from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, transformer_config
+from fuligo.trainer.megatron_backend.model_config import padded_vocab_size, refuse_inexact_blocks, transformer_config
 from tests import tiny
 from tests.megatron.policies import recomputing, settings_of
 
@@ -46,6 +47,20 @@ def test_weights_are_kept_in_what_is_computed_in(directory: Path):
     assert transformer_config(settings).params_dtype == torch.float32
     config = transformer_config(replace(settings, precision="bf16"))
     assert config.params_dtype == config.pipeline_dtype == torch.bfloat16 and config.bf16
+
+
+@pytest.mark.parametrize(
+    ("recipe", "generation", "is_refused"), [("blockwise", 9, False), ("blockwise", 10, True), ("tensorwise", 10, False)]
+)
+def test_blocks_need_a_gpu_that_multiplies_with_their_scales(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, generation: int, is_refused: bool
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    settings = settings_of(directory, Layout())
+    settings = replace(settings, model_flags={**settings.model_flags, "fp8_format": "e4m3", "fp8_recipe": recipe})
+    with pytest.raises(ConfigError, match=r"blockwise: NVIDIA B200 .* use --fp8-recipe tensorwise") if is_refused else nullcontext():
+        refuse_inexact_blocks(settings)
 
 
 @pytest.mark.parametrize(("tp", "size"), [(1, 403), (2, 404), (4, 404), (5, 405)])

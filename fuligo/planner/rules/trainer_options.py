@@ -26,7 +26,7 @@ _COMFORTABLE = 0.9
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 _FP8 = ("fp8_format", "fp8_recipe")
-_ADA = ("l40s", "rtx-4090")
+_HOPPER = ("h100-80", "h200-141")
 
 
 def _off(*names: str) -> tuple[Change, ...]:
@@ -137,14 +137,14 @@ def gathering_overlaps_reducing(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-FP8-GPU", "--fp8-format", "--fp8-recipe")
 def gpu_multiplies_in_fp8(subject: Subject) -> Iterator[Violation]:
-    """Training in FP8 needs a GPU with FP8 units; blocks need one of the Hopper generation or a later one."""
+    """Training in FP8 needs a GPU with FP8 units; blocks, whose scales are float32, need one of the Hopper generation."""
     kind, recipe = (subject.config.megatron.get(name) for name in _FP8)
     if not subject.is_megatron or kind is None:
         return
     if subject.gpu.fp8_flops == subject.gpu.bf16_flops:
         yield Violation(f"--fp8-format {kind}: {subject.gpu.name} has no FP8 units", (_off(*_FP8),))
-    elif recipe == "blockwise" and subject.gpu.name in _ADA:
-        text = f"--fp8-recipe blockwise: TransformerEngine has no block-scaled products for {subject.gpu.name}"
+    elif recipe == "blockwise" and subject.gpu.name not in _HOPPER:
+        text = f"--fp8-recipe blockwise: {subject.gpu.name} has no products with float32 scales of blocks, which need a Hopper GPU"
         yield Violation(text, ((Change(("megatron", "fp8_recipe"), "tensorwise"),), _off(*_FP8)))
 
 

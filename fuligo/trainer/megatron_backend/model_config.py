@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -27,6 +28,7 @@ Fields = dict[str, Any]
 def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     """Build Megatron's configuration. Raises ConfigError if Megatron refuses the model or its layout."""
     refuse_missing_transport(settings)
+    refuse_inexact_blocks(settings)
     refuse_idle_embedding(settings)
     flags = settings.model_flags
     latent = bool(flags.get("multi_latent_attention"))
@@ -61,6 +63,18 @@ def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
         raise ConfigError(
             f"cannot use --moe-token-dispatcher-type {settings.dispatcher} with DeepEP: the package deep_ep is not installed on this "
             f"machine; install it (https://github.com/deepseek-ai/DeepEP) on every trainer node, or {instead}"
+        )
+
+
+def refuse_inexact_blocks(settings: MegatronTrainerSettings) -> None:
+    """Raise ConfigError if this GPU has no FP8 products with a float32 scale per block.
+
+    TransformerEngine 2.12 emulates them from Blackwell on with MXFP8, without an error: only the exponents of scales are used there.
+    """
+    if settings.uses_fp8 and settings.model_flags["fp8_recipe"] == "blockwise" and torch.cuda.get_device_capability()[0] != 9:
+        raise ConfigError(
+            f"--fp8-recipe blockwise: {torch.cuda.get_device_name()} has no products with a float32 scale per block, which need a Hopper "
+            "GPU; use --fp8-recipe tensorwise"
         )
 
 

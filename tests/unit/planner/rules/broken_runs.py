@@ -221,6 +221,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     "PLAN-FP8-GPU": (
         Run(DENSE, FP8_WHOLE, gpu="a100-80"),
         Run(DENSE, FP8_WHOLE, gpu="l40s"),
+        Run(DENSE, FP8_WHOLE, gpu="b200"),
     ),
     "PLAN-FP8-WIDTHS": (Run(DENSE, FP8_WHOLE, trainer_model={"intermediate_size": 13_688}),),
     "PLAN-MTP-LAYERS": (

@@ -170,8 +170,9 @@ def malformation(sample: Sample) -> str | None:
 
 def append_tokens(sample: Sample, ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, *, trained: bool) -> None:
     """Append tokens to the response; `logprobs` and `versions` hold one value per token, or one value for all of them."""
-    num_tokens = np.size(ids)
-    sample.response_ids = np.concatenate([sample.response_ids, np.asarray(ids, np.int32)])
+    ids = np.asarray(ids, np.int32)
+    num_tokens = len(ids)
+    sample.response_ids = np.concatenate([sample.response_ids, ids])
     sample.loss_mask = np.concatenate([sample.loss_mask, np.full(num_tokens, trained, np.int8)])
     sample.engine_logprobs = np.concatenate([sample.engine_logprobs, np.full(num_tokens, logprobs, np.float32)])
     sample.versions = np.concatenate([sample.versions, np.full(num_tokens, versions, np.int32)])

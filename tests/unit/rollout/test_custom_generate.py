@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.rollout.custom_generate import CustomGenerate, append_observation, continue_sample
@@ -131,6 +132,15 @@ async def two_turns(args, sample: Sample, sampling_params: dict[str, Any]) -> Sa
         return sample
     append_observation(sample, [1, 2, 3])
     return await continue_sample(sample, {**sampling_params, "max_new_tokens": 9})
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor])
+def test_an_observation_may_be_a_list_an_array_or_a_tensor(convert):
+    sample = fresh()
+    append_observation(sample, convert([1, 2, 3]))
+    assert sample.response_ids.tolist() == [1, 2, 3]
+    assert sample.response_ids.dtype == np.int32
+    assert sample.loss_mask.tolist() == [0, 0, 0]
 
 
 async def test_a_tool_s_answer_stands_in_the_response_and_is_not_trained_on():

@@ -48,7 +48,11 @@ class QuietServer(uvicorn.Server):
         )
         server.serving = asyncio.create_task(server.serve(sockets=[listener]))
         server.serving.add_done_callback(lambda _: server._listens.set())  # do not wait for a server that cannot start
-        await server._listens.wait()
+        try:
+            await server._listens.wait()
+        except asyncio.CancelledError:
+            await server.stop()  # the caller gets no server that it could stop
+            raise
         if server.serving.done():
             server.serving.result()
         return server

@@ -50,6 +50,17 @@ async def opened(engine: Any, params: Any = PARAMS, **changes: Any) -> AsyncIter
         await gateway.close()
 
 
+async def test_no_server_is_left_if_the_first_session_is_canceled_while_it_starts():
+    gateway = Gateway(policy(RandomEngine(random.Random(0))))
+    opening = asyncio.create_task(gateway.open(PARAMS, label="0"))
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await gateway.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_a_client_reads_text_usage_and_log_probabilities() -> None:
     engine = Says("the sum" + ENDS[0])
     async with opened(engine) as (_, _, client):

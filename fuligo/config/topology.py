@@ -69,7 +69,7 @@ def engine_groups(config: Config) -> tuple[EngineGroupSpec, ...]:
     if config.engine_capabilities.beside_trainer or config.resolved_rollout_num_gpus == 0:
         return ()
     given, policy = config.engine.sglang_config, (None, config.model.hf_checkpoint)
-    models = given or [ModelServers(server_groups=[ServerGroup(num_gpus=config.resolved_rollout_num_gpus)])]
+    models = [ModelServers(server_groups=[ServerGroup(num_gpus=config.resolved_rollout_num_gpus)])] if given is None else given
     return tuple(
         EngineGroupSpec(
             model=servers.name,

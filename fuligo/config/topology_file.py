@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from fuligo.config.assignments import anchored_path
@@ -15,7 +16,7 @@ from fuligo.config.server_groups import ModelServers, ServerGroup
 from fuligo.config.yaml_text import compose, construct, entries, read_yaml_text, yaml_problem
 
 _SECTION = "sglang"
-_MODELS = TypeAdapter(list[ModelServers])
+_MODELS = TypeAdapter(Annotated[list[ModelServers], Field(min_length=1)])
 _KEYS = [*ModelServers.model_fields, *ServerGroup.model_fields]
 
 

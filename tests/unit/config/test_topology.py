@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from fuligo.config import Config
+from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
 from fuligo.config.files import load_yaml, save_yaml
+from fuligo.config.findings import Change
 from fuligo.config.passthrough import SglangArguments
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError
@@ -111,6 +113,11 @@ def test_no_sglang_engine_no_group(words: list[str]) -> None:
     assert groups_of(words) == ()
 
 
+def test_an_empty_topology_has_no_group() -> None:
+    config = parse(["--rollout-num-gpus", "8"]).config
+    assert engine_groups(apply_changes(config, [Change(("engine", "sglang_config"), [])])) == ()
+
+
 def test_several_models(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(
@@ -161,6 +168,7 @@ sglang:
         ("sglang:\n- name: a\n", ["line 2", "server_groups must be given"]),
         ("sglang:\n- name: a\n  name: b\n  server_groups: [{num_gpus: 1}]\n", ["line 3: name is already given in line 2"]),
         ("sglang: 3\n", ["line 1", "valid list"]),
+        ("sglang: []\n", ["line 1", "at least 1 item"]),
         ("server_groups: []\n", ["must hold `sglang:`"]),
         ("sglang: [\n", ["not valid YAML"]),
         ("sglang: &a [*a]\n", ["groups.yaml"]),

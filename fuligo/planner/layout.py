@@ -89,8 +89,9 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
     if counts is None:
         problem = f"{cut.shown()}: {cut.why_uneven()}; choose stages that add up to {cut.num_layers} layers"
         raise ConfigError(f"--pipeline-model-parallel-size {shape.pp}{problem}")
-    if uneven := next((num_layers for num_layers in counts if num_layers % shape.vpp), None):
-        problem = f"does not divide the {count(uneven, 'layer')} of a pipeline rank; choose a divisor of {uneven}"
+    if uneven := [(rank, num_layers) for rank, num_layers in enumerate(counts) if num_layers % shape.vpp]:
+        rank, num_layers = uneven[0]
+        problem = f"does not divide the {count(num_layers, 'layer')} of pipeline rank {rank}; choose a divisor of {num_layers}"
         raise ConfigError(f"--virtual-pipeline-model-parallel-size {shape.vpp} {problem}")
     chunks = [num_layers // shape.vpp for _ in range(shape.vpp) for num_layers in counts]
     chunks[0] -= embedding

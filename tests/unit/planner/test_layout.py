@@ -106,6 +106,10 @@ def test_the_embedding_may_count_as_a_layer() -> None:
     [
         ("--pipeline-model-parallel-size 2", "47"),
         ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 10", "3 middle stages cannot share 37 of 47 layers equally"),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 14 --virtual-pipeline-model-parallel-size 2",
+            "the 11 layers of pipeline rank 1; choose a divisor of 11",
+        ),
         ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3"),
         ("--expert-model-parallel-size 16", "--expert-model-parallel-size 16"),
     ],

@@ -35,7 +35,7 @@ def panel(run_dir: Path, title: str) -> LiveProgress:
 
 
 def answers(evaluation: Path) -> dict[str, SampleGroup]:
-    """Question -> first answer of an evaluation, in the order of the dataset."""
+    """Return the first answer of an evaluation to each question, in the order of the dataset."""
     first: dict[str, SampleGroup] = {}
     for row in pq.read_table(evaluation, columns=["prompt", "label", "response", "reward"]).to_pylist():
         question = json.loads(row["prompt"])[-1]["content"]

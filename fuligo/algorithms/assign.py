@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def assign_advantages(samples: list[TrainSample], settings: AdvantageSettings) -> TrainBatch:
     """Set the `advantages` of every sample (and its `returns` with a value model), and split the samples into optimizer steps.
 
-    `kl_coef` needs `ref_logprobs` and `distillation` needs `teacher_logprobs`, both also the old policy's log-probabilities
+    `kl_coef` needs `ref_logprobs`, `distillation` needs `teacher_logprobs`, and both need the old policy's log-probabilities
     (`rewards.old_logprobs`); an estimator with `uses_values` needs `values`. Raises TrainerError if a sample lacks what the settings need,
     the samples do not fit the steps, or the custom function returned invalid advantages.
     """

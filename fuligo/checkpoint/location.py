@@ -66,7 +66,7 @@ def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | 
 
 
 def weights_directory(given: Path) -> Path:
-    """Return the directory of the weights that `--ref-load` refers to: those of the newest checkpoint in it, or the directory itself."""
+    """Return the directory of the weights at `given` (`--ref-load`): those of its newest checkpoint, or `given` itself if it has none."""
     if not given.is_dir():
         return given
     _require_plain_files(given)
@@ -80,7 +80,7 @@ def weights_directory(given: Path) -> Path:
 
 
 def value_weights_directory(given: Path) -> Path:
-    """Return the directory that `--critic-load` refers to: the newest checkpoint's value model if it has one, else `weights_directory`."""
+    """Return the directory of the weights at `--critic-load`: the newest checkpoint's value model, else as `weights_directory`."""
     weights = weights_directory(given)
     saved = (weights if is_distributed(weights) else weights.parent) / VALUE_MODEL
     return saved if weights != given and saved.is_dir() else weights
@@ -100,7 +100,7 @@ def saved_value_model(checkpoint: Path | None) -> Path | None:
 
 
 def weights_of(checkpoint: Path) -> Path:
-    """Return the directory of a checkpoint's weights: itself (Megatron trainer), `hf` (torch trainer), or `adapter` of a LoRA run."""
+    """Return the directory of a checkpoint's weights: itself (Megatron trainer), `hf` in it (torch trainer), or `adapter` in it (LoRA)."""
     if is_adapter(checkpoint / ADAPTER):
         return adapter_directory(checkpoint)
     return checkpoint if is_distributed(checkpoint) else checkpoint / "hf"
@@ -126,7 +126,7 @@ def newest_iteration(directory: Path) -> int | None:
 
 
 def find_iteration(directory: Path, iteration: int) -> Checkpoint:
-    """Check a checkpoint's manifest and return the checkpoint. Raises CheckpointError that lists the existing ones if it is missing."""
+    """Check a checkpoint's manifest and return the checkpoint. If it is missing, the CheckpointError lists the existing iterations."""
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
             for part in (directory / name, *(each for each in (directory / name).iterdir() if each.is_dir())):

@@ -69,7 +69,7 @@ class CheckpointStore:
         self.clear_up()
 
     def clear_up(self) -> None:
-        """Create the directory if missing, and finish or undo a save that a crash interrupted. Raises CheckpointError if it cannot."""
+        """Create the directory if missing, and finish or undo an interrupted save. Raises CheckpointError if it cannot be written."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for iteration in replaced_iterations(self.directory):
@@ -87,7 +87,7 @@ class CheckpointStore:
             raise _unwritable(self.directory, error) from None
 
     async def save(self, iteration: int, write: Callable[[Path], Awaitable[None]], state: RunState) -> Path:
-        """Save a checkpoint of `state` and the files that `write` puts into the directory that it is given; return its path.
+        """Save `state` and the files that `write` puts into the given directory as checkpoint `iteration`; return the checkpoint's path.
 
         Raises CheckpointWriteError if writing failed, for example because the disk is full; earlier checkpoints are untouched.
         """
@@ -96,7 +96,7 @@ class CheckpointStore:
     async def begin(
         self, iteration: int, write: Callable[[Path], Awaitable[None]], wait: Callable[[], Awaitable[None]], state: RunState
     ) -> asyncio.Task[Path]:
-        """Begin a save that continues in the background, and return its task; it must end before another save begins.
+        """Begin a save that continues in the background; return its task, whose result is the path. Only one save may run at a time.
 
         Args:
             write: function that begins to write the trainer's part to a directory; when it returns, training may continue.

@@ -38,7 +38,7 @@ def compare(first: Path, second: Path, model: Path | None = None) -> Iterator[Co
     difference.
 
     Args:
-        first: a checkpoint, a directory of checkpoints (the newest is used), or a Hugging Face directory.
+        first: a checkpoint, a directory of checkpoints (the newest is used), or a Hugging Face directory; so is `second`.
         model: directory with config.json, if a distributed checkpoint lacks it.
     """
     checkpoints = training_checkpoint(first), training_checkpoint(second)

@@ -38,7 +38,7 @@ class Weights(Protocol):
 
 
 def dist_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None:
-    """Convert a distributed checkpoint to a Hugging Face directory for transformers and engines; see `write_directory`.
+    """Convert a distributed checkpoint to a Hugging Face directory `target`, new or empty, for transformers and engines.
 
     `model`: Hugging Face directory from which to take config.json and tokenizer; None: those in the checkpoint are used.
     """
@@ -50,7 +50,7 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None
 def write_directory(weights: Weights, model: Path, target: Path, *, changed: Mapping[str, object] = NO_CHANGE) -> None:
     """Write a Hugging Face directory with these weights to `target`, new or empty, which appears when it is complete.
 
-    The other files are those of `model`, with the keys `changed` in config.json. Raises CheckpointError if weights are damaged, or the
+    Other files are copied from `model`; `changed` replaces keys of its config.json. Raises CheckpointError if weights are damaged, or the
     target cannot be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -138,7 +138,7 @@ def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_w
 
 
 def _estimate(source: Path, target: Path, quantisation: Quantisation, num_workers: int, architecture: Architecture) -> Fp8Plan:
-    """Return a plan estimated from config.json, without weights: bf16 and whole blocks; channel and tensor scales are not counted."""
+    """Return a plan estimated from config.json alone: bf16, and a float32 scale per whole block; other scales are not counted."""
     layers = (*architecture.layers, *architecture.mtp_layers)
     parts = (*architecture.outer_parts, *(part for layer in layers for part in layer.parts))
     num_quantised = sum(part.num_parameters for part in parts if part.quantisable)

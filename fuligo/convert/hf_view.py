@@ -42,8 +42,8 @@ class HuggingFaceView:
         """Megatron weight that each tensor is made from, and the tensor's name in `weight.checkpoint`, by tensor name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find()
-        otherwise = {name: torch.float32 if weight.is_float32 else stated for name, (weight, _) in self._sources.items()}
-        self.dtypes = {name: self._origin.get(name, dtype) for name, dtype in otherwise.items()}
+        unrecorded = {name: torch.float32 if weight.is_float32 else stated for name, (weight, _) in self._sources.items()}
+        self.dtypes = {name: self._origin.get(name, dtype) for name, dtype in unrecorded.items()}
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def read(self, name: str) -> Tensor:

@@ -92,7 +92,7 @@ class MergedTensors(InOwnDtypes):
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path) -> MergeRounding:
-    """Write `base` with the PEFT directory `adapter` merged to `target` (see `write_directory`); return how many elements changed.
+    """Merge the PEFT directory `adapter` into `base`, write the model to `target`, and return how many elements changed.
 
     Raises CheckpointError if a directory is damaged, the adapter does not fit the base, or the target cannot be written.
     """

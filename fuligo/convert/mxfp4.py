@@ -45,7 +45,7 @@ class DequantisedTensors(HuggingFaceTensors):
 
 
 def mxfp4_to_bf16(source: Path, target: Path) -> None:
-    """Write an MXFP4 model in bfloat16 with `write_directory`. Raises CheckpointError if `source` is not in MXFP4, or damaged."""
+    """Write an MXFP4 model in bfloat16 to `target`, new or empty. Raises CheckpointError if `source` is not in MXFP4, or damaged."""
     method = quantisation_method(source)
     if method != MXFP4:
         raise CheckpointError(

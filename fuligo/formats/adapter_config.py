@@ -49,7 +49,7 @@ def adapter_directory(given: Path) -> Path:
 
 
 def stored_name(name: str) -> str:
-    """Return a tensor's name in files and weight syncs: PEFT's for one of an adapter, for others that in a model without an adapter."""
+    """Return a tensor's name in files and weight syncs: an adapter's as in PEFT's files, others as in a model without an adapter."""
     if match := _EXPERTS_TENSOR.fullmatch(name):
         return peft_name(match["experts"] + _WRAPPERS[match["matrix"]], match["factor"])
     if f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name:

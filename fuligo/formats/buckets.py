@@ -13,7 +13,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator[Bucket]:
-    """Group consecutive tensors into buckets of `bucket_bytes`; a bucket exceeds them only for a tensor, or tensors to send together."""
+    """Group consecutive tensors into buckets of at most `bucket_bytes`, more only for a tensor, or tensors sent in one call."""
     bucket: Bucket = []
     size = 0
     for unit in _units(named_weights):

@@ -68,7 +68,7 @@ def copy_model_files(source: Path, target: Path) -> None:
 def record_dtypes(source: Path, target: Path) -> None:
     """Write the names and dtypes of a Hugging Face directory's weights to `tensors.json` in `target`, or copy it if `source` has one.
 
-    For FP8 and MXFP4 weights, they are those before quantization. Nothing is written if `source` has neither that file nor safetensors.
+    FP8 and MXFP4 weights are listed as before quantization. Nothing is written if `source` has neither this file nor safetensors files.
     """
     if (source / TENSORS).exists():
         shutil.copy(source / TENSORS, target)
@@ -108,7 +108,7 @@ def checkpoint_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint: fused expert tensors are split into per-expert matrices (as views), others are unchanged.
 
-    With `experts` of the form `WHOLE` none are split; `MIXTRAL` also renames routers and experts.
+    If `experts` is `WHOLE`, none are split; `MIXTRAL` also renames routers and experts.
     """
     renamed = mixtral_name if experts is StoredExperts.MIXTRAL else str
     for name, weight in named_weights:

@@ -90,7 +90,7 @@ def is_foreign_link(path: Path) -> bool:
 
 
 def try_lock(file: Path) -> int | None:
-    """Lock a file, created if needed, until its descriptor is closed or this process ends; return the descriptor, None if it is locked."""
+    """Lock a file, created if needed, until the returned descriptor is closed or this process ends; None: another process has the lock."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)  # NFS locks only files that are open for writing
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +119,7 @@ def write_manifest(directory: Path) -> None:
 def check_manifest(directory: Path) -> None:
     """Compare the files below `directory` with its manifest; files that it does not list are ignored.
 
-    Raises CheckpointError that names the first file that is missing or changed, or the manifest if it is missing or damaged.
+    Raises CheckpointError if the manifest is missing or damaged, or a file is missing or changed; it names the first such file.
     """
     path = directory / MANIFEST
     try:
@@ -176,7 +176,7 @@ def open_plain(file: Path) -> BinaryIO:
 
 
 def read_plain_text(file: Path) -> str:
-    """Return the text of a regular file in UTF-8. Raises OSError if it is not one, or has more than `MAX_TEXT_BYTES`."""
+    """Read a regular UTF-8 file. Raises OSError if it is none or exceeds `MAX_TEXT_BYTES`, UnicodeDecodeError if it is not UTF-8."""
     with open_plain(file) as stream:
         content = stream.read(MAX_TEXT_BYTES + 1)
     if len(content) > MAX_TEXT_BYTES:

@@ -22,7 +22,7 @@ class DistributedTensors:
     """Tensors of a distributed checkpoint, read on demand."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the metadata. Raises CheckpointError that names a file if it is missing, truncated or not what torch writes."""
+        """Read the metadata. Raises CheckpointError, naming the file, if one is missing, truncated or not what torch writes."""
         self.directory = directory
         self._metadata = _read_metadata(directory)
         try:

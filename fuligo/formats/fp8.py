@@ -35,7 +35,7 @@ def fp8_scales(weight: Tensor, quantisation: Quantisation) -> Tensor:
 
 
 def block_maxima(weight: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return the largest absolute value of each block as float32 of `quantisation.scale_shape`. Raises ValueError if one is not finite."""
+    """Return each block's largest absolute value, float32 of `quantisation.scale_shape`. Raises ValueError if a weight is not finite."""
     shape = tuple(weight.shape)
     largest = _in_blocks(weight, *quantisation.block_of(shape)).abs().amax(dim=(1, 3)).float()
     if not bool(largest.isfinite().all()):

@@ -48,7 +48,7 @@ def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def batches(named_tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[NamedTensors]:
-    """Group consecutive tensors; each batch but the last has at least `num_bytes`. A batch is emptied when the next one is begun."""
+    """Group consecutive tensors into batches of at least `num_bytes`; the last may be smaller or empty. Each is emptied before the next."""
     batch: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in named_tensors:

@@ -62,7 +62,7 @@ class DamagedFileError(CheckpointError):
 
 
 def checkpoint_problems(directory: Path, *, may_be_value_model: bool = False) -> Iterator[str]:
-    """Yield what is missing, damaged or contradictory in a directory, by headers alone. `may_be_value_model`: accept a head of one row."""
+    """Yield a message per missing, damaged or contradictory part; reads only headers. `may_be_value_model`: allow a one-row head."""
     if not directory.is_dir():
         exists = "is a file, not a directory" if directory.exists() else "does not exist"
         yield f"{directory} {exists}; use a Hugging Face directory, or the name of a model on the Hub (ORG/NAME)"
@@ -142,7 +142,7 @@ def is_trainable(directory: Path) -> bool:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Return config.json, or the language model's part of a multimodal one. Raises DamagedFileError if it has no model_type."""
+    """Return config.json, or a multimodal one's language part. Raises DamagedFileError if it is missing, invalid or has no model_type."""
     config = _read_json(directory / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
         raise DamagedFileError(f"cannot use {directory / 'config.json'}: it has no model_type; it must describe a Hugging Face model")

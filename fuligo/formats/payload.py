@@ -122,7 +122,7 @@ class SharedCopies:
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
-    """Return a payload's tensors; copy them to keep them. Raises WeightSyncError if the payload is malformed, or its memory is gone."""
+    """Return a payload's tensors in the sender's memory; copy to keep them. Raises WeightSyncError if it is malformed or that is gone."""
     try:
         decoded = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
     except (binascii.Error, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
@@ -163,12 +163,12 @@ class _File:
 
     @classmethod
     def sized(cls, path: str, num_bytes: int, descriptor: int) -> "_File":
-        """Give an open file its size."""
+        """Resize an open file to `num_bytes`, and return it."""
         os.ftruncate(descriptor, num_bytes)
         return cls(path, num_bytes, descriptor, _Handle(torch.UntypedStorage.from_file, (path, False, num_bytes)))
 
     def handle(self, begin: int, tensor: torch.Tensor) -> _Handle:
-        """Return the handle of a contiguous tensor like `tensor` at offset `begin`."""
+        """Return the handle of a contiguous tensor like `tensor` at byte `begin`."""
         typed = _Handle(reductions.rebuild_typed_storage, (self.storage, tensor.dtype))
         place = begin // tensor.element_size(), tuple(tensor.shape), tensor.stride(), False
         return _Handle(reductions.rebuild_tensor, (torch.Tensor, typed, place))

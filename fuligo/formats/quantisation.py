@@ -139,7 +139,7 @@ class EngineQuantisation:
 
     @classmethod
     def read(cls, directory: Path) -> EngineQuantisation | None:
-        """Read the quantization of a Hugging Face directory; None if it has none. Raises ConfigError if engines cannot update it."""
+        """Read a directory's quantization; None if it has none. Raises ConfigError unless it is FP8 by blocks, which engines can update."""
         config = read_config_json(directory).get("quantization_config")
         if config is None:
             return None

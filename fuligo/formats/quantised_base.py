@@ -33,7 +33,7 @@ class QuantisedBase:
 
     @classmethod
     def read(cls, adapter: Path) -> Self | None:
-        """Read the record in an adapter directory; None without one. Raises CheckpointError if it is damaged or not supported."""
+        """Read the record in an adapter directory; None if there is none. Raises CheckpointError if it is damaged or not supported."""
         file = adapter / BASE_PRECISION
         if not file.exists():
             return None

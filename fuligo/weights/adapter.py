@@ -86,7 +86,7 @@ async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTar
 
 
 class AdapterRecord:
-    """File `adapters.jsonl` with the digest of the adapter of each policy version that engines received; samples' `versions` are these.
+    """File `adapters.jsonl`: digest of the adapter of each policy version that engines received (`versions` of samples).
 
     Unless the run `continues` from a checkpoint, the file of an earlier attempt, which trained no step, is deleted.
     """
@@ -111,7 +111,7 @@ class AdapterRecord:
 
         Digests of another data type (after a change of --precision) or hash function are not compared. If this is the only version on
         record, it is replaced: an attempt with another checkpoint ended before its first step and left no samples. Raises WeightSyncError
-        if the adapter is another one.
+        if the recorded adapter is another one.
         """
         known = self._known.get(version)
         if known is None or self._known.keys() == {version}:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class BroadcastGroup:
-    """Sender's side of the process group, until `close`; engines have their order's ranks in it, and reach this process at `host`."""
+    """Sender's side of a process group until `close`. `engines` are in the order of their ranks; they reach this process at `host`."""
 
     def __init__(self, engines: Sequence[EngineAddress], backend: Literal["gloo", "nccl"], host: str) -> None:
         """Join the group together with the engines. Raises EngineError if one did not join; the others have then left the group."""
@@ -251,8 +251,8 @@ class BroadcastGroup:
     ) -> T:
         """Run both parts concurrently, because each waits for the other, and return the result of `own_part`.
 
-        The first failure ends the wait, with an EngineError. `own_part` runs in a daemon thread: if an engine fails, it may wait forever,
-        and a thread cannot be interrupted.
+        The first failure or timeout ends the wait with an EngineError. `own_part` runs in a daemon thread: if an engine fails, it may wait
+        forever, and a thread cannot be interrupted.
 
         Args:
             engines_part: None if engines are still busy with their part of the previous call, a stream.

@@ -68,7 +68,7 @@ class OwnEngine:
         payloads = [payload, *(self._receive(rank) for rank in others)]
         refusal = ""
         try:
-            asyncio.run(post([(self.engine, payloads)], version))
+            asyncio.run(post_payloads([(self.engine, payloads)], version))
         except EngineError as error:
             refusal = str(error)
             raise
@@ -85,7 +85,7 @@ class OwnEngine:
         return received[0]
 
 
-async def post(payloads: Sequence[tuple[EngineAddress, list[str]]], version: int | None) -> None:
+async def post_payloads(payloads: Sequence[tuple[EngineAddress, list[str]]], version: int | None) -> None:
     """Load a bucket into engines, given a payload for each of their ranks. Raises EngineError if an engine does not load it."""
     clients = [EngineClient(engine.url, engine.keys, number=engine.number) for engine, _ in payloads]
     try:

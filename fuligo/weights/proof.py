@@ -51,7 +51,7 @@ class LogprobProof:
     """Number of tokens of a probe's prompt, and of its response."""
 
     async def check(self, engines: EngineGroup, manifest: WeightManifest) -> None:
-        """Check the engines after a sync. Raises WeightSyncError if the mean difference of log-probabilities exceeds `tolerance`."""
+        """Check the engines. Raises WeightSyncError if log-probabilities differ from the trainer's by more than `tolerance` on average."""
         num_probes = max(NUM_PROBES * (len(engines.clients) if engines.split else 1), self.num_replicas)
         for client in engines.answering:
             samples = await self._sample(client, manifest.version, num_probes)

@@ -20,7 +20,7 @@ from fuligo.formats.payload import shared_payload
 from fuligo.formats.private import filling
 from fuligo.formats.weight_manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.broadcast import BroadcastGroup
-from fuligo.weights.colocated import TrainerRanks, own_engine, post
+from fuligo.weights.colocated import TrainerRanks, own_engine, post_payloads
 
 
 class WeightSender:
@@ -152,7 +152,7 @@ def _share(bucket: Bucket, engines: tuple[EngineAddress, ...], version: int | No
         else:
             payloads = [shared.enter_context(shared_payload(bucket))] * num_receivers
         waiting = iter(payloads)
-        asyncio.run(post([(engine, [next(waiting) for _ in range(engine.num_ranks)]) for engine in engines], version))
+        asyncio.run(post_payloads([(engine, [next(waiting) for _ in range(engine.num_ranks)]) for engine in engines], version))
 
 
 def _write_shards(buckets: Iterator[Bucket], directory: Path) -> None:

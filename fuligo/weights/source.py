@@ -15,7 +15,7 @@ class WeightSource(Protocol):
         ...
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
-        """Send the weights with Hugging Face names to `target`. Raises EngineError if an engine did not load them; send them again."""
+        """Send the weights under Hugging Face names; return the manifest. Raises EngineError if an engine did not load them; try again."""
         ...
 
     async def logprobs(self, samples: list[TrainSample]) -> list[FloatArray]:

@@ -44,8 +44,8 @@ class Ppo(Estimator):
 def generalised_advantages(rewards: ArrayLike, values: ArrayLike, loss_mask: MaskArray, *, gamma: float, lambd: float) -> Float64Array:
     """Return the [R] generalized advantages, 0 at masked tokens. The arguments are [R]; V_t is the value before token t.
 
-    t + 1 is the next trained token, as in `discounted_returns`: the values of masked tokens are not read. After the last trained token
-    V = A = 0, even if the response was truncated.
+    t + 1 is the next trained token: masked tokens (such as tool output) are not decisions, so nothing is discounted over them and their
+    values are not read. After the last trained token V = A = 0, even if the response was truncated.
     """
     import numpy as np
 

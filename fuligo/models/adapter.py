@@ -171,8 +171,8 @@ class SharedBase:
     def give_to(self, model: nn.Module, *, digest: str | None = None) -> None:
         """Replace the base weights of a model by those of the first model given; the first model keeps its own.
 
-        `digest` of the base weights is passed for all models or for none, whose names alone are then compared. Raises CheckpointError if
-        they differ.
+        Pass the `digest` of the base weights for all models or for none; without it, only their names are compared. Raises CheckpointError
+        if they differ.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
         own = {stored_name(name): name for name in parameters if not is_adapter_name(stored_name(name))}
@@ -225,7 +225,7 @@ def updates_of(model: nn.Module) -> dict[str, LowRankUpdate]:
 
 
 def write_adapter_config(config: "LoraConfig", directory: Path) -> None:
-    """Write `adapter_config.json`; `config` is `peft_config[NAME]` of a model. Raises CheckpointError if it cannot be written."""
+    """Write `adapter_config.json`: a model's `peft_config[NAME]` or a `stored_config`. Raises CheckpointError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(str(directory))

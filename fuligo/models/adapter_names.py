@@ -1,4 +1,4 @@
-"""LoRA adapter of a run: configuration, and its tensors in PEFT's files and Megatron-Core models. Imports neither numpy nor torch."""
+"""LoRA adapter of a run: configuration, and tensor names in PEFT's files and Megatron models. Imports neither numpy nor torch."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -241,7 +241,7 @@ def _ending(layer: str) -> str:
 
 
 def require_targets(targets: Iterable[str], layers: Collection[str], *, model: str) -> None:
-    """Raise ConfigError unless every target is a name, or the end of a name, of `layers`, which are all that can have an adapter."""
+    """Raise ConfigError unless every target is a name, or the end of one, in `layers`, the layers that can have an adapter."""
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for target in targets:
         if not any(is_target(layer, target) for layer in layers):
@@ -258,7 +258,7 @@ def require_rank(rank: int, widest: int, *, model: str) -> None:
 
 
 def _linear_layers(model: ModelNames) -> Iterator[AdaptedMatrix]:
-    """Yield the matrices of `models.adapter.linear_layers` of the Hugging Face model: neither routers nor routed experts."""
+    """Yield the matrices of the Hugging Face model's linear layers, to which routers and routed experts do not belong."""
     for weight in model.weights(0):
         is_matrix = len(weight.shape) == 2 and not weight.is_vocabulary and weight.all_experts is None
         if is_matrix and not weight.megatron.endswith(".router.weight"):

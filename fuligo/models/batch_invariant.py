@@ -301,7 +301,10 @@ def _weighted_sums(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int], *, scale: float) -> Tensor:
-    """Compute causal attention within packed sequences, with arguments and result as in `packed_attention`; on a GPU Dv is D."""
+    """Return causal attention [T, H, Dv] within packed sequences; on a GPU Dv is D.
+
+    `query` is [T, H, D], `key` [T, Hkv, D], `value` [T, Hkv, Dv]; `cu_seqlens` [S + 1] are the sequences' starts, from 0 to T.
+    """
     result: Tensor = _CausalAttention.apply(query, key, value, tuple(cu_seqlens), scale)
     return result
 

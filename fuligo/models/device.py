@@ -11,7 +11,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def resolve_device(config: Config) -> Device:
-    """Return the device of a run; `auto` is CUDA if torch finds it here. Raises ConfigError if `cuda` is missing, except with Ray."""
+    """Return a run's device; `auto` is CUDA if torch finds it. Raises ConfigError if CUDA is requested but missing, except with Ray."""
     import torch
 
     asked = config.cluster.device

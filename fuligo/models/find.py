@@ -57,7 +57,7 @@ def find_served_architectures(config: Config) -> dict[str, Architecture]:
 
 
 def find_trainer_config_json(config: Config) -> ConfigJson | None:
-    """Return the trained model's config.json: in `--ref-load`, else in `--hf-checkpoint`, else `--model-config-file`; None without any."""
+    """Return the trainer's config.json: in `--ref-load`, else in `--hf-checkpoint`, else `--model-config-file`; None if none is here."""
     return _of_directory(config.checkpoint.ref_load) or _of_engines(config)
 
 

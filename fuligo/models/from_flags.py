@@ -85,8 +85,8 @@ def _family(given: PassThrough) -> str:
         return family
     if (problem := gates_problem(given)) is not None:
         raise ConfigError(problem)
-    alike = {name: family.model_args.precedence for name, family in FAMILIES.items() if _tell(given, family.model_args)}
-    return max(alike, key=alike.__getitem__)
+    precedences = {name: family.model_args.precedence for name, family in FAMILIES.items() if _tell(given, family.model_args)}
+    return max(precedences, key=precedences.__getitem__)
 
 
 def gates_problem(given: PassThrough) -> str | None:

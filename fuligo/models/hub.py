@@ -42,7 +42,7 @@ class HubModel:
         return None if match is None else cls(match["id"], match["revision"])
 
     def download(self, allowed: list[str] | None = None) -> Path:
-        """Download the model's files unless they are in the cache, and return their directory. Raises ConfigError if the Hub refuses.
+        """Download the model's files unless they are in the cache, and return their directory. Raises ConfigError if that fails.
 
         `allowed`: patterns of the files to download; None: all that fuligo reads.
         """
@@ -113,7 +113,7 @@ def with_weights(config: Config) -> Config:
 
 
 def _downloaded(config: Config, is_missing: Callable[[str, Path], bool], allowed: list[str] | None) -> Config:
-    """Download the Hub models that the config names, if `is_missing(flag, directory)`; see `HubModel.download` for `allowed`."""
+    """Download the Hub models for which `is_missing(flag, directory)`, files `allowed` only (None: all); return the new config."""
     problems: list[str] = []
     for place in (*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(_served(config))))):
         text = place.value(config)

@@ -96,7 +96,7 @@ def _attend(
     attention_mask: Any = None,
     **given: Any,
 ) -> Any:
-    """Compute attention in Llama and Qwen models, on a GPU with one kernel for the rotary embeddings. `ordinary`: as in `_mlp`."""
+    """Compute attention in Llama and Qwen models, on a GPU with one kernel for rotary embeddings. `ordinary`: its own forward pass."""
     if not hidden_states.is_cuda:
         return ordinary(hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **given)
     query, key, value = (each(hidden_states).unflatten(-1, (-1, layer.head_dim)) for each in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -123,7 +123,7 @@ def route_tokens(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 class InvariantExperts:
-    """Forward pass of Qwen3-MoE's experts, independent of the choices of other tokens; arguments are those of `InvariantLinear`.
+    """Forward pass of Qwen3-MoE's experts, independent of the choices of other tokens. `ranks`: GPUs that split every expert.
 
     On a CPU the outputs of a token's experts are added in the order of the experts' indices, on a GPU in the order of the router's choices.
     """

@@ -97,7 +97,7 @@ class ModelNames:
     table: NameTable
 
     def weights(self, num_mtp_layers: int | None = None) -> Iterator[Weight]:
-        """Yield every weight with its full names, layer by layer, with `num_mtp_layers` MTP layers from the first; None: with all."""
+        """Yield every weight with its full names, layer by layer, including the first `num_mtp_layers` MTP layers (None: all)."""
         yield from self.table.model
         for layer in self.architecture.layers:
             yield from self._layer(layer, f"decoder.layers.{layer.number}.", f"model.layers.{layer.number}.")

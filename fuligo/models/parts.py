@@ -207,7 +207,7 @@ def assemble(
 ) -> Architecture:
     """Return an architecture with the embedding, final norm and head that all families have.
 
-    A family whose layers all have experts may omit `intermediate_size`. `ties_by_default`: tie the head if config.json does not say so.
+    A family whose layers all have experts may omit `intermediate_size`. `ties_by_default`: default of `tie_word_embeddings`.
     """
     layers = tuple(layers)
     of_experts = experts.intermediate_size if experts is not None and all(layer.is_moe for layer in layers) else None
@@ -243,7 +243,7 @@ def dense_architecture(
 ) -> Architecture:
     """Return the architecture of a family whose layers all have grouped attention and a dense MLP.
 
-    `num_norms` per layer are four if the outputs of attention and MLP are normalized too.
+    `num_norms`: norms per layer, four if the outputs of attention and MLP are normalized too. `ties_by_default`: see `assemble`.
     """
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     attention = grouped_attention_parts(heads, hidden_size)
@@ -254,7 +254,7 @@ def dense_architecture(
 
 
 def read_expert_layers(config: ConfigJson) -> frozenset[int]:
-    """Read which layers have experts: every `decoder_sparse_step`-th, except those in `mlp_only_layers`."""
+    """Return the indices of the layers with experts: every `decoder_sparse_step`-th, except those in `mlp_only_layers`."""
     step, dense = config.count("decoder_sparse_step", default=1), config.indices("mlp_only_layers")
     return frozenset(range(step - 1, config.count("num_hidden_layers"), step)).difference(dense)
 
@@ -274,7 +274,7 @@ def read_num_dense_layers(config: ConfigJson, default: int) -> int:
 
 
 def moe_architecture(config: ConfigJson, heads: GroupedAttention | LatentAttention, num_dense_layers: int) -> Architecture:
-    """Return the architecture of a family like DeepSeek-V3: dense layers first, then layers with experts, like MTP layers."""
+    """Return the architecture of a family like DeepSeek-V3: dense layers, then layers with experts; MTP layers have experts too."""
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     if config.count("moe_layer_freq", default=1) != 1:
         raise config.contradiction(

@@ -76,7 +76,7 @@ def family_of(architecture: Architecture) -> Family:
 
 
 def architecture_of(config_json: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Return the shapes that the config.json at `source` describes. Raises ConfigError for an unknown model_type, or for its keys."""
+    """Return the shapes that the config.json at `source` describes. Raises ConfigError if model_type is unknown, or a key is invalid."""
     config = ConfigJson.of(config_json, source)
     family = FAMILIES.get(config.model_type)
     if family is None and (reason := REFUSED.get(config.model_type)) is not None:

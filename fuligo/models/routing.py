@@ -58,7 +58,7 @@ class RoutingShape:
         return np.empty((0, len(self.moe_layers), self.top_k), self.dtype)
 
     def decode(self, text: object, num_tokens: int) -> RoutedExperts:
-        """Decode `routed_experts` of SGLang 0.5.15, base64 of int32 [tokens, all layers, K] with zeros in dense layers: [num_tokens, M, K].
+        """Decode SGLang 0.5.15's `routed_experts`, base64 of int32 [tokens, all layers, K], 0 in dense layers, to [num_tokens, M, K].
 
         Raises ValueError if `text` is not a string, has another shape, or is not a valid choice of experts.
         """

@@ -113,7 +113,7 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 def attention_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, mask: Tensor | None) -> Tensor:
-    """Compute attention with sinks and materialized scores: query [..., L, D], key [..., S, D], value [..., S, Dv] -> [..., L, Dv].
+    """Compute attention with sinks, materializing all scores: query [..., L, D], key [..., S, D], value [..., S, Dv] -> [..., L, Dv].
 
     `sinks` are logits that broadcast with [..., L]; `mask` is added to the scores [..., L, S]; None: every query sees all keys.
     """
@@ -125,11 +125,12 @@ def attention_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tenso
 
 
 def batched_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, visible: Tensor | None) -> Tensor:
-    """Compute attention with sinks within sequences of equal length, on devices without a kernel for packed sequences: [B, H, L, Dv].
+    """Return [B, H, L, Dv] attention with sinks in sequences of equal length, on devices without a kernel for packed sequences.
 
     Args:
         query: [B, H, L, D]
-        key: [B, Hkv, S, D], with H a multiple of Hkv; value: [B, Hkv, S, Dv]
+        key: [B, Hkv, S, D], with H a multiple of Hkv.
+        value: [B, Hkv, S, Dv]
         sinks: [H]
         visible: [L, S] True where the row's token attends to the column's; None: causal.
     """

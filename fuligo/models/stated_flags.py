@@ -10,8 +10,8 @@ from fuligo.models.registry import architecture_of, family_of
 
 Flags = dict[str, Any]
 
-_SAME = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_YARN = {"rotary_scaling_factor": "factor", **dict(zip(_SAME, _SAME))}
+_YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN = {"rotary_scaling_factor": "factor", **{key: key for key in _YARN_KEYS}}
 """Flag -> key of the rotary settings."""
 
 _LLAMA_3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1, "high_freq_factor": 4}

@@ -137,7 +137,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     nodes: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Compute softmax attention of each token to its prefix in the tree; arguments and result are those of `packed_attention`.
+    """Return softmax attention [T, H, Dv] of each of the tree's T tokens to its prefix; arguments are as in `packed_attention`.
 
     On CUDA in half precision one kernel computes all nodes. Elsewhere, nodes of equal length with prefixes of equal length share a batched
     SDPA call.

@@ -72,10 +72,11 @@ class VisionTower:
         Args:
             input_ids: [T]
             positions: [3, T] rotary positions, or [T] for a row without images.
+            images: images of the row; None if it has none.
             kwargs: arguments for the language model's attention.
 
         Raises:
-            DataError: an image is not what its sample was made with.
+            DataError: an image cannot be read, or makes another number of tokens than its sample has.
         """
         language = self.base.language_model
         embeddings, features = language.embed_tokens(input_ids), self._features(images, input_ids.device)

@@ -17,7 +17,7 @@ from fuligo.types import PlacedImages, PromptImage, RawImage
 def place_images(
     ids: Sequence[int], images: Sequence[bytes], grids: Sequence[TokenGrid], image_token_id: int, sources: Sequence[str]
 ) -> tuple[PromptImage, ...]:
-    """Return the images with the positions of their tokens. Raises DataError if they are not in the prompt, or nothing follows them.
+    """Return the images with their tokens' positions. Raises DataError if the prompt lacks the tokens, or nothing follows them.
 
     Args:
         ids: [P] prompt, possibly followed by sampled tokens; ids of the image token after the last image are text.

@@ -75,8 +75,8 @@ def image_digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-class RecentValues(Generic[T]):
-    """Values by key, of which those used least recently are dropped beyond a total size; the newest always stays. Thread-safe."""
+class LruCache(Generic[T]):
+    """Cache that drops the values used least recently beyond `max_bytes` in total; the newest always stays. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
@@ -106,7 +106,7 @@ class ImageProcessor:
         self._processor: Any = _processor(Path(directory))
         self.merge_size: int = self._processor.merge_size
         """Number of patches per token in each direction."""
-        self._recent: RecentValues[Patches] = RecentValues(KEPT_BYTES)
+        self._recent: LruCache[Patches] = LruCache(KEPT_BYTES)
         self._decoding = tuple(threading.Lock() for _ in range(_NUM_DECODING))
         """Locks by digest: the requests of a group arrive together, so the first decodes their image and the others wait."""
 
@@ -167,7 +167,7 @@ class ResizedImages:
 
     def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
-        self._recent: RecentValues[PromptImage] = RecentValues(KEPT_RESIZED_BYTES)
+        self._recent: LruCache[PromptImage] = LruCache(KEPT_RESIZED_BYTES)
         self._lock = threading.Lock()
 
     def of(self, image: PromptImage) -> PromptImage:
@@ -185,7 +185,7 @@ class ResizedImages:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Return an image processor's settings, without transformers. Raises ConfigError if they are of an unknown one, or without Pillow."""
+    """Read an image processor's settings without transformers. Raises ConfigError if the processor is unknown or Pillow is missing."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:

@@ -115,8 +115,8 @@ def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights: Path) -> str:
     """Return the error message for a checkpoint that does not fit this run's adapter, or its lack of one.
 
-    `saved` and `own` are the digests of the base weights of both adapters, None without one; `weights` is the directory of weights to start
-    from if the checkpoint has no adapter.
+    `saved` and `own` are the digests of the base weights of the checkpoint's adapter and of this run's, None without an adapter. `weights`
+    is the weights directory of the checkpoint, to start from if it has no adapter.
     """
     if saved is None:
         return f"cannot resume {checkpoint} with LoRA: it holds all weights; start from them with --ref-load {weights}"

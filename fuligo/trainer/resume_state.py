@@ -30,7 +30,7 @@ class Counters:
     base_digest: str | None = None
     """Digest of the adapter's base weights; None without an adapter."""
     critic: Progress | None = None
-    """Counters of the value model; None without one, and in Megatron's checkpoints, where that has a file of its own."""
+    """Counters of the value model; None without one, and in Megatron's checkpoints, where the value model has its own file."""
     layout: Layout | None = None
     """Layout of the ranks of the Megatron trainer; None: the torch trainer wrote the file."""
 

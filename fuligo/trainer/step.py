@@ -46,7 +46,7 @@ class StepSamples:
 
     @classmethod
     def of(cls, batch: TrainBatch, step: int, settings: LossSettings, positions: Sequence[int] | None = None) -> Self:
-        """Return the samples of an optimizer step at `positions` of the batch (None: all); denominators cover the whole step anyway."""
+        """Return the samples of an optimizer step at `positions` of the batch (None: all); denominators always cover the whole step."""
         positions = batch.steps[step] if positions is None else positions
         samples = [batch.samples[i] for i in positions]
         num_tokens = sum(len(sample.tokens) - 1 for sample in samples)
@@ -131,7 +131,7 @@ def losses_of_ranks(gradients: StepGradients | None, num_micro_batches: int, wor
 
 
 def require_finite(losses: Tensor, grad_norm: float, *, optimizer_step: int, flag: str = "--lr", whose: str = "") -> None:
-    """Raise TrainerError, because the weights must not be updated, if a loss or the norm of the whole gradient is not finite.
+    """Raise TrainerError if a loss or the norm of the whole gradient is not finite; the weights must then not be updated.
 
     Args:
         losses: [ranks, micro-batches] losses of all ranks, so that all ranks decide alike.

@@ -104,7 +104,7 @@ class PackedCoreAttention(MegatronModule):
         return tree_attention(query, keys, values, pieces, scale=scale, window=self.window, nodes=nodes)
 
 
-_cut = lru_cache(maxsize=8)(TokenTree.cut)  # for all layers of a pass
+_cut = lru_cache(maxsize=8)(TokenTree.cut)  # shared by all layers of a pass
 
 
 def zigzag(length: int, cp: int) -> Tensor:

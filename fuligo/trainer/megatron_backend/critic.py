@@ -61,7 +61,7 @@ class Critic(BaseCritic):
         zero_gradients(self.learner.chunks)
         found = sum_gradients(self.learner.chunks, step, self._model, self._world.device, loss_of, {})
         if found is not None:
-            found.sums.shares.pop("moe_balance_loss", None)  # it trains the routers as in the policy, whose loss is the metric
+            found.sums.shares.pop("moe_balance_loss", None)  # it trains the routers, but the metric is the policy's
         return found
 
     def end_rollout(self) -> None:

@@ -97,7 +97,7 @@ def rows_of(share: ScoreShare | StepShare, settings: MegatronTrainerSettings, de
 
 
 def head_weight(chunk: nn.Module) -> Tensor:
-    """Return the weight of the output layer, gathered: it is used outside of its module, whose forward pass alone would wait for that."""
+    """Return the output layer's weight once it is gathered. Only its module's forward pass would wait, but it is used outside of that."""
     weight = unwrapped(chunk).head_weight
     if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
         chunk.param_to_bucket_group[weight].finish_param_sync()
@@ -114,7 +114,7 @@ class Scores:
     """Scores of samples on one rank, by position in the list of all replicas' samples."""
 
     of_tokens: dict[int, FloatArray] = field(default_factory=dict)
-    """[R] scores of this replica's samples; empty if this rank does not report (see `reports`)."""
+    """[R] log-probabilities or values of this replica's samples; empty if this rank does not report (see `reports`)."""
     routing: dict[int, RecordedPart] = field(default_factory=dict)
     """Recorded router choices for this rank's tokens and layers; empty if they were not recorded."""
 
@@ -122,7 +122,7 @@ class Scores:
 def compute_gradients(
     chunks: Sequence[nn.Module], step: StepShare, settings: MegatronTrainerSettings, device: torch.device
 ) -> StepGradients | None:
-    """Compute the gradients of the policy's loss like `sum_gradients`."""
+    """Sum the gradients of the policy's loss, with log-probabilities and entropies as scores; see `sum_gradients`. A collective."""
     scores: dict[int, TokenScores] = {}
 
     def loss_of(chunk: nn.Module, row: Row, inputs: MicroBatch, hidden: Tensor) -> Objective:
@@ -155,7 +155,7 @@ def sum_gradients(
 
     Args:
         loss_of: function that computes a row's loss on the last stage from the stage, the row, its inputs and its hidden states.
-        scores: scores that `loss_of` fills in.
+        scores: scores by position in the rollout's batch, which `loss_of` fills in; empty for a value model.
     """
     samples, rows = step.samples, rows_of(step, settings, device)
     objectives: list[Objective] = []
@@ -193,14 +193,14 @@ def compute_scores(
     share: ScoreShare,
     settings: MegatronTrainerSettings,
     device: torch.device,
-    values_of: Callable[[nn.Module, Row, Tensor], Tensor],
+    scores_of: Callable[[nn.Module, Row, Tensor], Tensor],
     *,
     routing: Routing = "own",
 ) -> Scores:
     """Score this replica's response tokens; record the routers' choices if requested. A collective.
 
     Args:
-        values_of: function that computes the [N] scores of a row on the last stage from the stage, the row and its hidden states.
+        scores_of: function that computes the [N] scores of a row on the last stage from the stage, the row and its hidden states.
     """
     samples, schedule, positions = share.samples, share.schedule, share.positions
     rows = rows_of(share, settings, device)
@@ -208,9 +208,9 @@ def compute_scores(
 
     def keep(chunk: nn.Module, row: Row, hidden: Tensor, *, non_loss_data: bool = True) -> None:
         del non_loss_data
-        values = values_of(chunk, row, hidden)
+        of_row = scores_of(chunk, row, hidden)
         if reports() and row.plan.counts:
-            columns = values.cpu().split(row.tokens.response_lengths)
+            columns = of_row.cpu().split(row.tokens.response_lengths)
             scores.update((positions[i], column.numpy()) for i, column in zip(row.plan.samples, columns, strict=True))
 
     if routing == "recorded":

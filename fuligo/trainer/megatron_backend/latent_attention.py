@@ -48,7 +48,7 @@ def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False)
 
 
 def new_weight(config: MLATransformerConfig, num_rows: int, num_columns: int, *generator: str) -> nn.Parameter:
-    """Create a weight on the device, initialized with Megatron's random state `generator`; default: the TP rank's own."""
+    """Create a [num_rows, num_columns] weight, initialized with Megatron's random state `generator`; default: the TP rank's own."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device))
     if config.perform_initialization:

@@ -133,7 +133,7 @@ class Learner:
 
     Args:
         chunks: this rank's stages with initial weights, whose untrained parameters are frozen.
-        flag, whose: as in `require_finite`.
+        flag, whose: flag of the learning rate, and model such as `of the value model`, for error messages.
     """
 
     def __init__(

@@ -259,8 +259,8 @@ class AdaptedStages:
         weights, updates = local_weights(self.chunks), dict(local_updates(self.chunks))
         rounding = MergeRounding()
 
-        def merged(name: str) -> Tensor:
-            """Return this rank's part of a weight. Parts are merged when they are sent, so that few merged ones exist at a time."""
+        def merged_part(name: str) -> Tensor:
+            """Return this rank's part of a weight, merged only now, so that few merged parts exist at a time."""
             nonlocal rounding
             weight, update = weights[name], updates.get(name)
             if update is None:
@@ -271,6 +271,6 @@ class AdaptedStages:
                 rounding += MergeRounding(int((merged != weight.to(self.dtype)).sum()), update.num_elements)
             return merged
 
-        yield from named_weights(self.chunks, self.names, dtype=self.dtype, part_of=merged)
+        yield from named_weights(self.chunks, self.names, dtype=self.dtype, part_of=merged_part)
         counts = torch.tensor([rounding.num_changed, rounding.num_elements], dtype=torch.float64, device=self.world.device)
         self.rounding = MergeRounding(*(int(count) for count in self.world.sum(counts)))

@@ -98,7 +98,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
     """Worker with this rank's stages of policy and value model, their optimizers and counters; other models are kept in host memory."""
 
     def __init__(self, settings: MegatronTrainerSettings, world: World) -> None:
-        """Load weights and build the optimizers. Errors are those of `build_worker`."""
+        """Load weights and build the optimizers. Raises CheckpointError or ConfigError if files, model, layout and flags do not fit."""
         super().__init__(settings, world)
         join_megatron(settings.layout, world, settings.seed, timeout_s=settings.command_timeout_s)
         assert parallel_state.get_data_parallel_rank() == settings.replica_of(world.rank)

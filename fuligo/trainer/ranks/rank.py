@@ -83,7 +83,7 @@ class Rank:
             )
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
-        """Form the process group (`rendezvous` None: a single rank) and build the worker like `build_worker`; return its `balance_by`."""
+        """Form the process group through `rendezvous` (None: the only rank) and build the worker; return the worker's `balance_by`."""
         joined = self.join(settings, rendezvous)
         from fuligo.trainer.ranks import worker
 

@@ -205,7 +205,7 @@ class TrainerSettings:
     ) -> list[MicroBatchSchedule]:
         """Pack the samples of an optimizer step, or all samples to score; return the micro-batches of each data-parallel replica.
 
-        With `balance_by`, the micro-batches of all replicas cost about the same. Raises TrainerError if `samples` is empty.
+        `balance_by` is the cost to balance over the replicas; None: do not balance. Raises TrainerError if `samples` is empty.
         """
         lengths = [len(sample.tokens) for sample in samples]
         ranks = pack(lengths, capacity, num_ranks=self.num_ranks, balance_by=balance_by, prefixes=self.shared_prefixes(samples))

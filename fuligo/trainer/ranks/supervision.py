@@ -18,7 +18,7 @@ GRACE_S = 5.0
 
 
 def lost(rank: RankHandle, phase: str, how: str) -> RankError:
-    """Return the error for a rank that is gone, late or silent: it `how` (such as "was lost") `phase` (such as "during `train`")."""
+    """Return the error for a rank that is gone, late or silent, with verb `how` ("was lost") and time `phase` ("during `train`")."""
     return RankError(
         f"trainer rank {rank.rank} on {rank.host} {how} {phase}",
         f"{rank.log_hint()}\nIf the run has saved a checkpoint, resume with --load and the checkpoint directory.",
@@ -73,7 +73,7 @@ async def heartbeat(rank: RankHandle, phase: str, *, has_answered: bool = True) 
 
 
 async def _outcome(call: Awaitable[Answer[R]]) -> Answer[R]:
-    """Return the answer, whose error is the RankLostError if the rank is lost."""
+    """Return a rank's answer; if the rank is lost, an answer with the RankLostError as its error."""
     try:
         return await call
     except RankLostError as error:

@@ -215,7 +215,7 @@ def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
 
 
 def _connections(place: TorchrunPlace, key: bytes | None) -> Iterator[socket.socket]:
-    """Listen at a Unix socket without a key, else at a port of `TorchrunPlace.listens_at`; yield connections for `CONNECT_TIMEOUT_S`."""
+    """Yield connections for `CONNECT_TIMEOUT_S`, without a key to a Unix socket, else to a port at `TorchrunPlace.listens_at`."""
     if key is None:
         listener, address = socket.socket(socket.AF_UNIX), f"fuligo-ranks-{secrets.token_hex(16)}"
         listener.bind(f"\0{address}")

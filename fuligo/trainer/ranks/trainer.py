@@ -138,7 +138,7 @@ class RankedTrainer:
         return await asyncio.to_thread(shares, of, self._settings, self._balance_by)
 
     async def _run(self, command: Command[R]) -> R:
-        """Run a command on every rank and return rank 0's result. Errors are those of `supervision.finish`."""
+        """Run a command on every rank and return rank 0's result. Raises RankError if a rank is lost, or FuligoError if one raised it."""
         shared = SharedCommand(command)
         return await self._run_on_ranks(command.name, [shared for _ in self.ranks])
 

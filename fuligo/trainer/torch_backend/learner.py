@@ -28,7 +28,7 @@ class Learner:
 
     Args:
         model: model that is already sharded and whose untrained parameters are frozen.
-        flag, whose: as in `require_finite`.
+        flag, whose: flag of the learning rate, and model such as `of the value model`, for error messages.
     """
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, world: World, *, flag: str = "--lr", whose: str = "") -> None:

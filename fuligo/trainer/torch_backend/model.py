@@ -98,7 +98,7 @@ class PackedModel(nn.Module):
         return sequences
 
     def make_batch_invariant(self, device: str, *, ranks: int = 1) -> None:
-        """Make a token's outputs bitwise independent of the other sequences in the row, on a `device` of this type.
+        """Make a token's outputs bitwise independent of the other sequences in the row, on devices of type `device`.
 
         With several `ranks`, the rounding of an engine's tensor-parallel GPUs is reproduced. Raises TrainerError if the model has layers
         without batch-invariant operations.
@@ -253,7 +253,7 @@ def read_model(directory: Path, *, has_mtp: bool = False) -> tuple[PreTrainedMod
 
 
 def require_whole(directory: Path, lacking: Mapping[str, str]) -> None:
-    """Raise CheckpointError, naming up to five weights, if some are missing or have another shape, as `read_model` describes them."""
+    """Raise CheckpointError, naming up to five, if weights are missing or have another shape, as `read_model` reports in `lacking`."""
     if lacking:
         some = ", ".join(sorted(lacking.values())[:5])
         raise CheckpointError(
@@ -275,8 +275,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> None:
     """Compare log-probabilities of packed random sequences with the original forward pass of the model on each sequence.
 
-    With `shares_prefixes`, the sequences begin with the same tokens, which the row stores once. Raises TrainerError if they differ, because
-    packing does not reproduce a feature of the model's logits or attention.
+    With `shares_prefixes`, the sequences begin with the same tokens, which the row stores once. Raises TrainerError if log-probabilities
+    differ, because packing does not reproduce a feature of the model's logits or attention.
     """
     model = policy.model
     sequences = _random_sequences(model.config)

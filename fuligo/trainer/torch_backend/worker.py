@@ -47,7 +47,7 @@ from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights,
 from fuligo.types import FloatArray
 
 MAX_ROW_TOKENS = 8192
-"""Maximum length of a made-up row in tokens. Kernels are tuned for the size of their first input, so a short row gives slow ones."""
+"""Maximum length in tokens of a made-up row. `warm_up` tunes kernels for its size, so a short row gives slow ones."""
 SAMPLE_TOKENS = 512
 """Maximum length of a made-up sample in tokens."""
 
@@ -58,7 +58,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
     """Worker with the models, optimizers and counters of one rank; models are sharded with FSDP2 on several ranks or in bf16."""
 
     def __init__(self, settings: TorchTrainerSettings, world: World, *, base: SharedBase | None = None) -> None:
-        """Load weights and build the optimizers. Errors are those of `build_worker`.
+        """Load weights and build the optimizers. Raises a FuligoError if the weights, the model or the flags cannot be used.
 
         Args:
             base: base weights that the policies of several runs in this process share, each with a separate adapter; single rank only.
@@ -282,7 +282,7 @@ def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares
 
 
 def policy_loss(policy: Policy, row: PackedTokens, *, uses_entropy: bool, mtp: MTPTraining | None) -> Tensor:
-    """Return a loss with the gradients of a training step's, including those of entropies and MTP layer if the step trains them."""
+    """Return a loss with a training step's gradients, including those of entropies and MTP layer if the step has them."""
     if mtp is None:
         outputs, further = policy(row), None
     else:

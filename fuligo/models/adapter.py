@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers in a Hugging Face model: adding, disabling, loading, saving and merging them.
+"""PEFT's LoRA layers in a Hugging Face model: adding, disabling, loading, saving and merging them, and sharing base weights.
 
 PEFT is imported only where it is called, so a model without an adapter does not need it.
 """

@@ -243,7 +243,7 @@ def dense_architecture(
 ) -> Architecture:
     """Return the architecture of a family whose layers all have grouped attention and a dense MLP.
 
-    `num_norms`: norms per layer, four if the outputs of attention and MLP are normalized too. `ties_by_default`: see `assemble`.
+    `num_norms`: norms per layer, four if attention and MLP outputs have norms too. `ties_by_default`: default of `tie_word_embeddings`.
     """
     hidden_size, num_layers = config.count("hidden_size"), config.count("num_hidden_layers")
     attention = grouped_attention_parts(heads, hidden_size)

@@ -1,4 +1,4 @@
-"""Passes through the policy: with gradients for an optimizer step, and without gradients to score samples."""
+"""Passes through the policy or a value model: with gradients for an optimizer step, and without gradients to score samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -177,8 +177,8 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
 def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames, world: World) -> None:
     """Load this rank's weights, in place and in their data types, from a distributed checkpoint. A collective.
 
-    The head of a value model (`value_names`) is not changed if the checkpoint is that of a policy. Raises
-    CheckpointError, on every rank, if a file is missing or truncated, or the checkpoint belongs to another model.
+    The head of a value model (`value_names`) is not changed if the checkpoint is that of a policy. Raises CheckpointError, on every rank,
+    if a file is missing or truncated, or the checkpoint belongs to another model.
     """
 
     def opened() -> tuple[DistributedTensors, list[LocalWeight]]:

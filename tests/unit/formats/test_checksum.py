@@ -1,6 +1,7 @@
 import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,14 +33,16 @@ def test_batches_have_the_digest_of_one_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 def test_a_batch_is_freed_before_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_manifest, "DIGESTED_AT_ONCE", 2 * 4 * 8)  # two tensors
-    read: list[weakref.ref[torch.Tensor]] = []
+    read: list[weakref.ref[np.ndarray]] = []  # memory of the tensors, which views of them keep as well
     num_held: list[int] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(6):
-            num_held.append(sum(tensor() is not None for tensor in read))
-            tensor = torch.full((8,), float(number))
-            read.append(weakref.ref(tensor))
+            num_held.append(sum(memory() is not None for memory in read))
+            memory = np.full(8, number, np.float32)
+            read.append(weakref.ref(memory))
+            tensor = torch.from_numpy(memory)
+            del memory
             yield f"w{number}", tensor
             del tensor
 

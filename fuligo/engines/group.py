@@ -127,9 +127,9 @@ class EngineGroup:
 
         routing, timeout_s = options.get("routing"), options.get("timeout_s")
         if routing is None:
-            number, generation = await self._somewhere(attempt, timeout_s)
+            number, generation = await self._call_next(attempt, timeout_s)
         else:
-            number, generation = await self._directly(attempt, routing.affinity, timeout_s)
+            number, generation = await self._call_by_affinity(attempt, routing.affinity, timeout_s)
         if generation.engine is None:
             generation.engine = number
         self.served = self.served.plus(generation)
@@ -137,9 +137,9 @@ class EngineGroup:
 
     async def score(self, input_ids: IntArray, num_given: int, *, rid: str, timeout_s: float | None = None) -> FloatArray:
         """Score tokens; see `InferenceEngine.score`."""
-        return (await self._somewhere(lambda client: client.score(input_ids, num_given, rid=rid, timeout_s=timeout_s), timeout_s))[1]
+        return (await self._call_next(lambda client: client.score(input_ids, num_given, rid=rid, timeout_s=timeout_s), timeout_s))[1]
 
-    async def _somewhere(self, call: Callable[[InferenceEngine], Awaitable[T]], timeout_s: float | None) -> tuple[int | None, T]:
+    async def _call_next(self, call: Callable[[InferenceEngine], Awaitable[T]], timeout_s: float | None) -> tuple[int | None, T]:
         """Call the router, or without one the engines in turn; retry a request that failed while an engine was lost.
 
         Returns:
@@ -156,7 +156,7 @@ class EngineGroup:
                 if self._num_lost == num_lost:
                     raise
 
-    async def _directly(
+    async def _call_by_affinity(
         self, call: Callable[[InferenceEngine], Awaitable[T]], affinity: int, timeout_s: float | None
     ) -> tuple[int | None, T]:
         """Call an engine directly, since the router drops the routing query. If the engine dies, retry on another.

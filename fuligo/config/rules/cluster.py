@@ -175,7 +175,7 @@ def _no_kept_requests_because(config: Config) -> tuple[str, str] | None:
 
 @rule("CFG-STORED-CACHE", "--sglang-hicache-storage-backend", "--sglang-enable-lmcache")
 def no_cache_outlives_the_weights(config: Config) -> Iterator[Violation]:
-    """Reject KV cache stored outside the engines: SGLang finds it by its tokens, also after a weight sync."""
+    """Reject KV cache stored outside the engines: SGLang looks it up by tokens alone, so it would reuse that of older weights."""
     if not config.trains or config.engine.rollout_external_engine_addrs:
         return
     for group in policy_groups(config):

@@ -137,7 +137,7 @@ def gathering_overlaps_reducing(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-FP8-GPU", "--fp8-format", "--fp8-recipe")
 def gpu_multiplies_in_fp8(subject: Subject) -> Iterator[Violation]:
-    """Training in FP8 needs a GPU with FP8 units; blocks, whose scales are float32, need one of the Hopper generation."""
+    """Training in FP8 needs a GPU with FP8 units; block scaling, with float32 scales, needs the Hopper generation."""
     kind, recipe = (subject.config.megatron.get(name) for name in _FP8)
     if not subject.is_megatron or kind is None:
         return

@@ -164,7 +164,7 @@ def _number(rule: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
         try:
             number = float(text)
         except ValueError:
-            number = float("nan")  # which is within no bounds
+            number = float("nan")  # NaN fails every comparison with a bound
         if not fits(number):
             raise argparse.ArgumentTypeError(f"{text}: must be {rule}")
         return number

@@ -48,7 +48,10 @@ def evaluation_problems(config: Config) -> list[str]:
 
 
 def _problems(config: Config, *checks: Callable[[Config], Iterator[str]]) -> list[str]:
-    """Return what these and all other checks find; only the temporary directory if it cannot be used, since checks write to it."""
+    """Return the problems that these and the common checks find.
+
+    If the temporary directory cannot be used, return only that, since checks write to it.
+    """
     if (problem := temporary_problem()) is not None:
         return [problem]
     common = (_engines, data_problems, destination_problems, _hooks, _rewards, _stop_tokens)
@@ -141,7 +144,7 @@ def _stop_tokens(config: Config) -> Iterator[str]:
 
 
 def slips(config: Config) -> list[str]:
-    """Return warnings about valid settings that may be a mistake, for a config that passed `preflight`."""
+    """Return warnings about valid settings that may be mistakes, for a config that passed `preflight`."""
     return [*_begins_anew(config), *_plain_prompts(config), *_shadowed_megatron(config)]
 
 

@@ -36,7 +36,10 @@ class Host:
 
 
 def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
-    """Read the hosts of a hostfile. `default_slots`: slots of a line without a number. Raises ConfigError if the file is unusable."""
+    """Read the hosts of a hostfile. `default_slots`: slots of a line without a number.
+
+    Raises ConfigError if the file cannot be read, lists no host, lists one twice, or has a malformed line.
+    """
     try:
         text = path.read_text()
     except OSError as error:
@@ -59,7 +62,7 @@ def read_hostfile(path: Path, *, default_slots: int) -> list[Host]:
 
 
 def require_host_name(name: str, source: str) -> None:
-    """Check that `name`, found in `source`, is a host name or an IP address, before a shell or ssh gets it. Raises ConfigError."""
+    """Raise ConfigError if `name`, found in `source`, is not a host name or an IP address; checked before a shell or ssh gets it."""
     if _HOST_NAME.fullmatch(name) is None:
         raise ConfigError(f"{source}: {name!r} is not a host name or an IP address (letters, digits and . : _ -, without a leading -)")
 
@@ -119,9 +122,10 @@ _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
 
 
 def slurm_hosts(environment: Mapping[str, str], *, default_slots: int) -> list[Host]:
-    """Return the nodes of the Slurm job, all with the number of GPUs that the job has on this node. Raises ConfigError.
+    """Return the nodes of the Slurm job, all with the number of GPUs that the job has on this node.
 
-    `default_slots`: slots of a node if the job requested no GPUs (whole nodes, or CPUs).
+    `default_slots`: slots of a node if the job requested no GPUs (whole nodes, or CPUs). Raises ConfigError if Slurm's variables are
+    malformed.
     """
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     count = given.rpartition(":")[2]  # some versions write the type first: `a100:4`
@@ -132,7 +136,7 @@ def slurm_hosts(environment: Mapping[str, str], *, default_slots: int) -> list[H
 
 
 def task_number(environment: Mapping[str, str]) -> int:
-    """Return the number of this task in its Slurm step; 0 in a batch script and outside of Slurm. Raises ConfigError."""
+    """Return the number of this task in its Slurm step; 0 in a batch script and outside of Slurm. Raises ConfigError if malformed."""
     given = environment.get("SLURM_PROCID") or "0"
     if not given.isdecimal():
         raise ConfigError(f"cannot read SLURM_PROCID={given}: it is not a number; unset it outside of Slurm")

@@ -48,7 +48,10 @@ class LaunchSettings:
 
 
 def connection_command(template: str) -> tuple[str, ...]:
-    """Split the template of the command that reaches a host. Raises ConfigError if it is unusable on this machine."""
+    """Split the template of the command that reaches a host.
+
+    Raises ConfigError if a quotation is open, `{command}` is missing, or its program is not on this machine.
+    """
     try:
         parts = tuple(shlex.split(template))
     except ValueError as error:
@@ -64,7 +67,10 @@ class LaunchedCluster:
     """Running nodes of a cluster. A worker ends when the connection to it closes, at the latest when this process ends."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        """Start all nodes and set the environment of this process so that Ray connects to them. Raises ConfigError."""
+        """Start all nodes and set the environment of this process so that Ray connects to them.
+
+        Raises ConfigError if this machine has fewer GPUs than slots, or the port of the head is in use.
+        """
         try:
             socket.create_server(("", settings.port)).close()
         except OSError as error:

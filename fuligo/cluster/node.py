@@ -68,10 +68,10 @@ def session_root() -> Path:
 
 
 def start_node(name: str, command: list[str], log_file: Path) -> ServerProcess:
-    """Start a process of Ray."""
+    """Start a process of Ray; variables of this process's environment override the settings made here."""
     given = {
-        # Ray gives up a host after five unanswered checks, 3 s apart. With 5 s for a check that takes 40 s, as for a silent rank, instead
-        # of 65 s.
+        # Ray gives up on a host after five unanswered checks, 3 s apart. With a timeout of 5 s per check, that takes 40 s, as for a silent
+        # rank, instead of 65 s.
         "RAY_health_check_timeout_ms": "5000",
         # By default Ray starts an idle worker for each CPU when the run connects. Every one imports Ray, and the run's actors are far
         # fewer than the CPUs of a large node.
@@ -114,7 +114,7 @@ def prepare_environment(*, several_nodes: bool, environment: MutableMapping[str,
 
 
 def token_environment() -> dict[str, str]:
-    """Return the environment of every process of a cluster that requires a token, a new random one. Who has it may use the cluster."""
+    """Return the environment that makes a cluster's processes require a new random token; anyone who has it may use the cluster."""
     return {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: secrets.token_hex(32)}
 
 
@@ -131,4 +131,4 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
     if name is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
         environment.setdefault("TP_SOCKET_IFNAME", name)
-        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly: NCCL would take a bare name as a prefix of names
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: NCCL would take a bare name as a prefix

@@ -72,7 +72,7 @@ def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
 
 
 def require_slots(node_sizes: Sequence[int], slots: Mapping[str, int]) -> None:
-    """Check that there is a separate host with room for each node. Raises ConfigError.
+    """Raise ConfigError unless each node of the run can have a separate host with enough slots.
 
     `node_sizes`: slots that the run uses on each node. `slots`: number of slots by host.
     """

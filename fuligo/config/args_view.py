@@ -70,7 +70,10 @@ class ArgsView:
 
 
 def custom_entries(config: Config) -> dict[str, Any]:
-    """Return the entries of `--custom-config-path`; empty without it. Raises ConfigError if the file or a name in it is not valid."""
+    """Return the entries of `--custom-config-path`; empty without it.
+
+    Raises ConfigError if the file is not a readable YAML mapping, or a name is not an identifier, begins with `_` or is a flag's.
+    """
     given = config.observability.custom_config_path
     if given is None:
         return {}

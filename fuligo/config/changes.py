@@ -32,7 +32,7 @@ def apply_changes(config: Config, changes: Sequence[Change]) -> Config:
 
 
 def change_text(change: Change, config: Config | None = None) -> str:
-    """Return `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`, ...
+    """Return a change as text: `--sglang-dp-size 6`, `drop --rollout-num-gpus`, `sglang_config: model default, group 2: num_gpus 192`.
 
     `config`: the config to change, for the names of its models; without it they are numbered from 1.
     """

@@ -64,7 +64,10 @@ class Conversation:
 
 
 class ConversationDataset(Dataset[Conversation]):
-    """Conversations of a file: chat messages with the assistant's turns, or prompt and answer if there is a label key."""
+    """Conversations of a file: chat messages with the assistant's turns, or prompt and answer if there is a label key.
+
+    The length limit applies to the whole conversation.
+    """
 
     def _make(self, row: int, fields: Fields) -> tuple[Conversation, int]:
         if isinstance(fields.prompt, str):

@@ -178,7 +178,10 @@ class Dataset(Generic[Item]):
         raise NotImplementedError
 
     def _with_images(self, messages: Messages) -> Messages:
-        """Return messages in the form that chat templates of models with images expect; raise DataError if `check_texts` does."""
+        """Return messages in the form that chat templates of models with images expect.
+
+        Raises DataError if an assistant message has an image, or a text contains the image token.
+        """
         if self.images is None:
             return messages
         check_texts(messages, str(self.tokenizer.convert_ids_to_tokens(self.images.token_id)))

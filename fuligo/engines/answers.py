@@ -140,7 +140,10 @@ def scoring_body(input_ids: Sequence[int] | IntArray, num_given: int) -> dict[st
 
 
 def parse_scores(answer: Any, scored_ids: IntArray) -> FloatArray:
-    """Return [R] log softmax(logits), always at temperature 1, of a request's last tokens `scored_ids` [R]. Raises Retryable."""
+    """Return [R] log softmax(logits), always at temperature 1, of a request's last tokens `scored_ids` [R].
+
+    Raises Retryable if the answer lacks them, has other tokens, or has a value that is positive or not finite.
+    """
     try:
         entries = answer["meta_info"]["input_token_logprobs"][-len(scored_ids) :]
         logprobs, ids = _columns(entries)

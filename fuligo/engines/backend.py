@@ -33,7 +33,10 @@ class SharedDevices(Protocol):
         """Wait until an engine may start: it sizes its KV cache by the free memory, so the trainer must have released its memory."""
 
     async def align(self, client: InferenceEngine, group: EngineGroup) -> None:
-        """Make a restarted engine release the memory that the other engines of its group have released. Raises EngineError."""
+        """Make a restarted engine release the memory that the other engines of its group have released.
+
+        Raises EngineError if the engine refuses, or does not answer.
+        """
 
 
 SyncRestarted = Callable[[InferenceEngine], Awaitable[bool]]

@@ -110,7 +110,7 @@ class InferenceEngine(Protocol):
         """Receive one bucket from rank 0 of the group as a flat tensor of bytes, and load it; see `update_weights_from_tensor`."""
 
     async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
-        """Receive all buckets of the sync number `stream`, whose names are in the group's store, and load them. The caller limits the time.
+        """Receive all buckets of sync number `stream`, whose names are in the group's store, and load them. The caller limits the time.
 
         Only if all ranks of the engine announced in the store that they receive streams.
         """

@@ -56,7 +56,9 @@ def objects(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def joined_text(content: Any, name: str, types: Collection[str], otherwise: str) -> str:
-    """Return the text of a message's content: a string, or the joined texts of its parts. Raises InvalidRequest.
+    """Return the text of a message's content: a string, or the joined texts of its parts.
+
+    Raises InvalidRequest if it is neither.
 
     Args:
         name: name of the content in errors

@@ -20,9 +20,9 @@ _text = partial(
 
 
 def chat_body(raw: bytes) -> dict[str, Any]:
-    """Translate a request to the body of a chat completion request. Raises InvalidRequest.
+    """Translate a request to the body of a chat completion request; parameters without a translation are passed on unchanged.
 
-    Parameters without a translation are passed on unchanged.
+    Raises InvalidRequest if the request is malformed.
     """
     body = parse_body(raw)
     messages = [each for message in objects(body.get("messages"), "messages") for each in _messages(message)]

@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _SHAPING = ("temperature", "top_p", "top_k", "min_p")
 """Parameters that shape the distribution, and fields of `SamplingParams`."""
 _NO_PENALTY = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-"""Parameters that shape the distribution and that a rollout does not have."""
+"""Values without effect of parameters that shape the distribution and that a rollout does not have."""
 _MAX_STOPS = 16
 
 
@@ -85,7 +85,10 @@ def parse_chat_request(body: Mapping[str, Any], rollout: SamplingParams, *, repl
 
 
 def _params(body: Mapping[str, Any], rollout: SamplingParams, replaces: bool) -> tuple[SamplingParams, int]:
-    """Return the sampling parameters of the answer, and the number of the request's that were replaced. Raises InvalidRequest."""
+    """Return the sampling parameters of the answer, and how many of the request's parameters were replaced.
+
+    Raises InvalidRequest if a parameter is not valid, or differs from the rollout's and `replaces` is False.
+    """
     fixed = {name: getattr(rollout, name) for name in _SHAPING} | _NO_PENALTY
     others = [name for name, value in fixed.items() if body.get(name) is not None and body[name] != value]
     if others and not replaces:

@@ -184,7 +184,10 @@ class Session:
         return None, as_ids(renderer.prompt(request.messages, request.tools))
 
     def _limited(self, params: SamplingParams, place: Place, num_prompt_tokens: int) -> SamplingParams:
-        """Return the parameters, limited to the tokens that the context leaves, with a seed for this request. Raises ContextFull."""
+        """Return the parameters, limited to the tokens that the context leaves, with a seed for this request.
+
+        Raises ContextFull if the prompt leaves no room for a token.
+        """
         limit = self.policy.max_context_len
         room = params.max_new_tokens if limit is None else limit - num_prompt_tokens
         if room < 1:

@@ -98,7 +98,10 @@ class EmbeddedEngineProcess:
 
 
 async def launch_embedded(settings: EmbeddedEngineSettings) -> EmbeddedEngineProcess:
-    """Start an engine on a free port of this machine; return when it accepts requests. Raises EngineError if it did not start."""
+    """Start an engine on a free port of this machine; return when it accepts requests.
+
+    Raises EngineError, with the last lines of its log, if it ended or was not ready in time.
+    """
     assert settings.log_file is not None
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     with private_directory("fuligo-embedded-") as directory:

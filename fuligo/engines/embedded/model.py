@@ -233,7 +233,7 @@ def servable_config(path: str) -> Any:
 
 
 def _add_adapter(module: Any, source: AdapterSource, dtype: torch.dtype) -> None:
-    """Add an adapter to the model. Raises CheckpointError if it does not fit, and ConfigError if the model lacks a layer of the shape."""
+    """Add an adapter to the model. Raises CheckpointError if it does not fit, and ConfigError if the model lacks a layer to adapt."""
     if isinstance(source, AdapterConfig):
         add_adapter(module, source, seed=0)
     else:

@@ -70,7 +70,7 @@ class OpenAiApi:
         return json_response({**fields, "choices": choices, "usage": _usage(requests)})
 
     def _generate_body(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-        """Convert a body to the body of `/generate`. Raises ValueError, DataError or ConfigError if that is not possible."""
+        """Convert a body to that of `/generate`. Raises ValueError, DataError or ConfigError if it is malformed or not supported."""
         for name, value in body.items():
             if name not in _SAMPLING and name not in _OTHERS and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
                 raise ValueError(f"{name}={value!r:.50} is not supported by the embedded engine; remove it")

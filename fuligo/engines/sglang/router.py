@@ -115,7 +115,10 @@ class Router(ServerProcess):
         await self.wait_until(serving, timeout_s, what=f"the router did not add engine {url}")
 
     async def remove(self, url: str, *, timeout_s: float = 60.0) -> None:
-        """Remove the engine at `url`, if the router has it; return when no more requests are sent to it. Raises EngineError."""
+        """Remove the engine at `url`, if the router has it; return when no more requests are sent to it.
+
+        Raises EngineError if the router refuses, or does not remove the engine in time.
+        """
         for worker in await self.workers():
             if worker.url == url:
                 await self._request("DELETE", f"/workers/{worker.id}")

@@ -72,9 +72,10 @@ async def play(session: Any, row: Row) -> float:
 
 
 def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield prompt rows for at most `count` tasks of a taskset from number `first`, from 0, on; by default for all.
+    """Yield prompt rows for at most `count` tasks of a taskset (None: all), starting at task number `first`, counted from 0.
 
-    In `config`, verifiers' settings of an environment, `taskset.id` names the taskset. Raises ConfigError if it is invalid or infinite.
+    `config`: verifiers' settings of an environment; `taskset.id` names the taskset. Raises ConfigError if verifiers is not installed,
+    the settings are invalid, or the taskset does not exist or is infinite.
     """
     text = orjson.dumps(config, option=orjson.OPT_SORT_KEYS).decode()
     for index in itertools.islice(range(len(_tasks(text))), first, None if count is None else first + count):
@@ -84,7 +85,7 @@ def rows(config: dict[str, Any], first: int = 0, count: int | None = None) -> It
 
 
 def _environment(config: str) -> Any:
-    """Create an environment of verifiers from its JSON configuration. Raises ConfigError if it is invalid."""
+    """Create an environment of verifiers from its JSON configuration. Raises ConfigError if it is invalid, or verifiers is missing."""
     loaders, generic = _library("verifiers.v1.utils.loaders"), _library("verifiers.v1.utils.generic")
     verifiers, given = _library("verifiers.v1"), orjson.loads(config)
     try:

@@ -52,7 +52,10 @@ class _Pool(ThreadPoolExecutor):
 
 
 async def serve(connection: socket.socket, factory: EnvironmentFactory, withheld: frozenset[str]) -> None:
-    """Serve one episode after the other until the run closes the connection. `withheld` names variables that were not handed over."""
+    """Serve one episode after the other until the run closes the connection.
+
+    `withheld`: names of environment variables that the run did not hand over.
+    """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     await loop.create_connection(lambda: _Server(factory, withheld, ended), sock=connection)

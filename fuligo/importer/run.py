@@ -146,7 +146,7 @@ def import_script(
 def _only_launch(findings: Findings, report: Mapping[str, Any], task: _Script, unset: Sequence[str]) -> Launch:
     """Return the training job that the script starts. `unset`: sentences on the unset variables that the script reads.
 
-    Raises ConfigError if it starts none or several, or an argument has the end of a line of Windows, from a file that the script reads.
+    Raises ConfigError if it starts none or several, or an argument has a Windows line ending, from a file that the script reads.
     """
     name = task.path.name
     if not findings.launches or report["stopped"] == "records":

@@ -56,7 +56,10 @@ class Outcome:
 
 
 async def run_config(config: Config, termination: Termination, lent: LentParts | None = None) -> Outcome:
-    """Run a configuration until its last rollout, or until `termination` ends it early; what is recorded until then is on disk."""
+    """Run a configuration until its last rollout, or until `termination` ends it early.
+
+    If the run fails, FuligoError is raised and everything recorded and saved until then is on disk.
+    """
     async with AsyncExitStack() as stack:
         with warnings_before_progress(config.observability.progress):
             opened = await _open(config, stack, lent)

@@ -142,7 +142,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
 
 
 def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int) -> OptimizerSettings:
-    """Build the settings of one optimizer; `num_rollout` rollouts train the model."""
+    """Build the settings of one optimizer. `num_rollout`: rollouts that train the model; the length of the schedule by default."""
     flags = config.optimizer
     schedule = LearningRateSchedule(
         peak=lr,

@@ -264,7 +264,7 @@ def _duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """Return finite values as a line of bar characters, at most `width` long; if there are more values, averages over equal intervals.
+    """Return finite values, oldest first, as a line of bars, at most `width` long; if there are more values, averages over equal intervals.
 
     The lowest bar is at `low` (default: the smallest value), the highest at `high` (default: the largest value).
     """

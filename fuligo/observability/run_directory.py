@@ -62,7 +62,7 @@ class RunDirectory:
         """Create the directory, or reuse that of an earlier run, and write `config.yaml`.
 
         With `resume`, recorded steps may be cut back to where a checkpoint resumes; otherwise they are never overwritten. Raises
-        ConfigError if the directory cannot be used, or not be written.
+        ConfigError if the directory is not writable, is in use, has files of something else, or has recorded steps without `resume`.
         """
         require_usable(path, resume=resume)
         try:
@@ -107,8 +107,8 @@ class RunDirectory:
     ) -> Path:
         """Write `eval/eval_000020.parquet` and a line of `eval/metrics.jsonl` for an evaluation after 20 complete rollouts.
 
-        Groups, and the keys of the values in dict rewards that are reported, are given by name of the dataset, which becomes the column
-        `dataset`.
+        `groups`: by name of the dataset, which becomes the column `dataset`. `reward_keys`: key of the value in dict rewards that is
+        reported, by name of the dataset.
         """
         keys = reward_keys or {}
         table = pa.concat_tables([sample_table([]), *(sample_table(of_set, reward_key=keys.get(name)) for name, of_set in groups.items())])

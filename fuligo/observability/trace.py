@@ -74,7 +74,7 @@ class Trace:
     """Writer of a trace. Safe to use from several tasks and threads; phases that overlap get their own tracks."""
 
     def __init__(self, path: Path, *, max_bytes: int = 64 * 1024**2) -> None:
-        """Open a trace to continue it. Beyond `max_bytes`, only phases are written."""
+        """Open the trace at `path`, and append to it if it exists. Beyond `max_bytes`, only phases are written."""
         self.on_phase: PhaseListener | None = None
         """Function called with name and step when a phase begins; None: none."""
         self._max_bytes = max_bytes
@@ -118,7 +118,7 @@ class Trace:
             self._write_named(_sample_events(step, samples))
 
     def ranks(self, step: int, spans: Sequence[Sequence[Span]]) -> None:
-        """Write the spans of the trainer ranks, [rank][span], since the previous training; `step` is what they have just trained on."""
+        """Write the spans of each trainer rank since the previous training; `step` is the rollout that they have just trained on."""
         if self._num_bytes < self._max_bytes:
             self._write_named(_rank_events(step, spans))
 

@@ -16,7 +16,7 @@ WITH_EXPERTS = 263 / 469
 WITH_EP = 195 / 405 / WITH_EXPERTS
 """Factor of EP 2, measured with TP 2: exchange of tokens within a node. (EP 2 alone, with 128 experts: 256 / 272.)"""
 WITH_FP8 = 54_284 / 48_069
-"""Factor of FP8 training (--fp8-format) in blocks: 12 layers of Qwen3-4B on an H200, rows of 13.3k tokens (docs/fp8.md)."""
+"""Speed of training in block-scaled FP8 (--fp8-format) relative to bf16: 12 layers of Qwen3-4B on an H200 (docs/fp8.md)."""
 TORCH_TRAINER = 450e12 / PEAK_MEASURED_ON
 """Efficiency of the torch trainer on an H200 with compiled layers, in the same case as the Megatron trainer."""
 TORCH_EAGER = 170e12 / PEAK_MEASURED_ON

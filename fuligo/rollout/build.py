@@ -136,7 +136,10 @@ def _adapted(config: Config, args: ArgsView, flag_name: str, adapt: Callable[[Ho
 def build_generators(
     config: Config, *, engine: Engine, tokenizer: PreTrainedTokenizerBase, policy_version: Callable[[], int]
 ) -> Generators:
-    """Build the GenerateFn of training and of evaluation. Raises ConfigError or HookError if the chat template or a hook does not fit."""
+    """Build the GenerateFn of training and of evaluation.
+
+    Raises ConfigError if the chat template does not support an agent, and HookError if a hook cannot be imported or does not fit.
+    """
     if (agent := hook_of(config, "agent")) is not None:
         return _agents(config, agent, engine, tokenizer)
     single_turn = _single_turn(config, engine, tokenizer)

@@ -70,7 +70,7 @@ def completed_group(
 ) -> SampleGroup:
     """Return the group of samples that a user's function returned, completed. Samples that cannot be trained on are marked failed.
 
-    `version` is for tokens without one; `rows` maps group indices to the dataset. Without `reward_key`, dict rewards are not checked.
+    `version` is for tokens without one; `rows`: dataset row by group index. Without `reward_key`, dict rewards are not checked.
     """
     for sample in samples:
         try:

@@ -67,7 +67,7 @@ class DynamicSampling:
         return len(self._kept)
 
     def begin_wave(self, explain: Callable[[], str] = str) -> None:
-        """Count a new wave. Raises RolloutError if `exhausted`; `explain` returns sentences for the end of its text."""
+        """Count a new wave. Raises RolloutError if `exhausted`; `explain` returns sentences to append to the error."""
         if self.exhausted:
             tried = f"{count(self.num_waves, 'sampling wave')} ({count(self.num_submitted, 'prompt')})"
             raise too_many_dropped(tried, len(self._kept), self.target, self.drop_counts(), explain())

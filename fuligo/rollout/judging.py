@@ -64,7 +64,7 @@ def equal_rewards(groups: Iterable[SampleGroup], reward_key: str | None) -> str:
 
 
 class FailureWatch:
-    """Watch over the last `max(batch_size, MIN_EVIDENCE)` groups that ends the run if nearly all failed, before the data is used up."""
+    """Guard that ends the run if nearly all of the last `max(batch_size, MIN_EVIDENCE)` groups failed, before the data is used up."""
 
     def __init__(self, batch_size: int) -> None:
         self._num_needed = max(batch_size, MIN_EVIDENCE)

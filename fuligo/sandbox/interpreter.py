@@ -278,7 +278,10 @@ class _Interpreter:
         self._unread += len(data).to_bytes(8, "little") + data
 
     def hand_over(self) -> bool:
-        """Write what the pipe takes of the program; return whether any is left. An earlier program may have filled or closed the pipe."""
+        """Write as much of the program as the pipe takes; return whether any is left.
+
+        An earlier program may have filled or closed the pipe.
+        """
         try:
             self._unread = self._unread[os.write(self.requests, self._unread) :]
         except BlockingIOError:

@@ -89,7 +89,10 @@ class SampleQuery(SampleFilter):
 
 
 def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_view", watcher: Watcher | None = None) -> FastAPI:
-    """Return the application that serves the page and the data of runs with different names; every request wakes the `watcher`."""
+    """Return the application that serves the page and the data of runs with different names; every request wakes the `watcher`.
+
+    `token` is required of every visitor; `cookie` is the name of the cookie that keeps it in the browser.
+    """
     app = FastAPI(title="fuligo view", docs_url=None, redoc_url=None, openapi_url=None)
     by_name = {run.name: run for run in runs}
     text = page(f"{runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}: fuligo view")

@@ -37,9 +37,9 @@ class SampleSpans:
 
 
 def attribute(window: Interval, phases: Iterable[PhaseEvent], spans: SampleSpans | None = None) -> list[Cause]:
-    """Return the seconds of `window`, which `phases` of any step overlap, by cause, longest first; they sum to its length.
+    """Return the seconds of `window` by cause, longest first; they sum to its length.
 
-    The spans of samples divide the time of the rollout that no other phase covers.
+    `phases` may be of any step. `spans` of samples divide the time of the rollout that no other phase covers.
     """
     start, end = window
     if end <= start:

@@ -45,7 +45,10 @@ def judge(response: str, metadata: dict[str, Any]) -> bool:
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Judge a short response. Raises BadMetadataError like `checkers`, and if a check raises or needs NLTK data that is missing."""
+    """Check that a response to the row can be judged, by judging a short one.
+
+    Raises BadMetadataError if an instruction or argument is invalid, a check raises, or NLTK data that it needs is missing.
+    """
     for name, check in zip(metadata.get("instruction_id_list") or (), checkers(metadata)):
         try:
             check.check_following(_TRIAL)
@@ -61,7 +64,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
 
 
 def checkers(metadata: dict[str, Any]) -> list[Any]:
-    """Return a check for each instruction in the metadata, with its arguments. Raises BadMetadataError if one is unknown or unfit."""
+    """Return a check for each of `instruction_id_list`, with its `kwargs`. Raises BadMetadataError if an id or argument is invalid."""
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(names, list | tuple) or not names:
         raise BadMetadataError(f'metadata["instruction_id_list"] must be a list of instructions, not {names!r:.60}')

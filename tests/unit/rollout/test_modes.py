@@ -104,7 +104,7 @@ async def test_an_early_end_cancels_the_rollout_that_the_loop_waits_for(mode: Li
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before settle", "in settle"])
 async def test_an_early_end_in_a_step_cancels_the_rollout_ahead(*, is_late: bool) -> None:
-    """Otherwise the weight sync would wait for a rollout that is not trained on, and the checkpoint after it comes too late."""
+    """Otherwise the weight sync would wait for a rollout that is not trained on, and the checkpoint after it would come too late."""
     end, begun = asyncio.Event(), asyncio.Event()
 
     async def produce(step: int) -> Rollout:

@@ -145,7 +145,7 @@ class RunRecorder:
     _first_evaluation: Record | None = field(init=False)
     _columns: MetricColumns = field(init=False)
     _last_step_end_s: float = field(default_factory=time.perf_counter)
-    _alarms_told: set[tuple[str, int]] = field(default_factory=set)
+    _reported_alarms: set[tuple[str, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._first_evaluation = next(iter(self.directory.evaluation_records()), None)
@@ -186,8 +186,8 @@ class RunRecorder:
         self.progress.record(record)
         self._columns.update()
         for alarm in alarms(self._columns):
-            if alarm.ongoing and alarm.severity != "note" and (alarm.key, alarm.first_step) not in self._alarms_told:
-                self._alarms_told.add((alarm.key, alarm.first_step))
+            if alarm.ongoing and alarm.severity != "note" and (alarm.key, alarm.first_step) not in self._reported_alarms:
+                self._reported_alarms.add((alarm.key, alarm.first_step))
                 logger.warning("alarm: %s (%s). %s", alarm.title, alarm.key, alarm.text)
 
     def record_unfilled(self, error: UnfilledRolloutError) -> None:

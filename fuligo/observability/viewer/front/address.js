@@ -18,7 +18,7 @@ function addressWith(changes, view = address.view) {
   return `#${view}${query ? `?${query}` : ""}`;
 }
 
-// Append parameters, several of a name for a list; those that are empty are left out.
+// Append parameters: a list gives one per item, and empty values are left out.
 function appendAll(params, values) {
   for (const [name, value] of Object.entries(values))
     for (const one of [value].flat()) if (one !== null && one !== undefined && one !== "") params.append(name, one);

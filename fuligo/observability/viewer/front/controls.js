@@ -17,7 +17,7 @@ const notes = (texts) => (texts.length ? element("ul.notes", texts.map((text) =>
 const tipLine = (colour, text) => element("span.tip-line", swatch(colour), text);
 const empty = (text) => element("p.empty", text);
 const pill = (text, kind = "") => element("span", { class: `pill ${kind}` }, text);
-// How many steps are read of those that are recorded; empty once all are.
+// Text with the numbers of read and of recorded steps; empty once all are read.
 const stepsRead = ([read, all]) => (read < all ? `${read} of ${all} steps read` : "");
 
 // Delay a call until typing pauses.

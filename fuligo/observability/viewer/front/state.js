@@ -55,7 +55,7 @@ function oneAtATime(work) {
   };
 }
 
-// View of the page: `load` draws it, again whenever the address or the `state` of what it shows changes.
+// View of the page: `load` draws it, and draws it again whenever the address or the `state` of what it shows changes.
 class View {
   constructor() {
     this.refresh = oneAtATime(() => this.load());

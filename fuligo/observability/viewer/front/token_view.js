@@ -1,7 +1,7 @@
 // Response token by token, colored by values of the engine and the trainer.
 
 const PARTS = 256; // tokens per paragraph; paragraphs out of sight are not laid out
-// least: lower bound of the value with full color, so that noise stays pale. needs: recorded values, if not those of the key.
+// least: full color means at least this value, so that noise stays pale. needs: columns that must be recorded; default: the key.
 const BOTH = ["engine_logprobs", "trainer_logprobs"];
 const TEACHER = ["teacher_logprobs", "trainer_logprobs"];
 const COLOURS = [

@@ -152,10 +152,8 @@ def _fragmentation(moving: int, optimizer: int | None) -> MemoryItem:
     if optimizer is None:
         held, share = min(moving, held), f"{share}, but at most {amount(moving)}"
     elif optimizer:
-        held, share = (
-            held + round(SPLIT_FRAGMENTATION * optimizer),
-            f"{share} and {SPLIT_FRAGMENTATION:.0%} of the optimizer's {amount(optimizer)}",
-        )
+        held += round(SPLIT_FRAGMENTATION * optimizer)
+        share += f" and {SPLIT_FRAGMENTATION:.0%} of the optimizer's {amount(optimizer)}"
     note = f"held by PyTorch and CUDA in addition to tensors: {amount(TRAINER_HELD_BYTES)} plus {share}"
     return MemoryItem("fragmentation", held, note)
 

@@ -1,4 +1,4 @@
-"""Compile the batch-invariant kernels for Hopper GPUs, without one; exit with an error if that fails.
+"""Compile the batch-invariant kernels, and those that draw tokens, for Hopper GPUs, without one; exit with an error if that fails.
 
 For an interpreter with triton, such as SGLang's.
 """
@@ -17,6 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.append(str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
+import fuligo_draw  # pyright: ignore[reportMissingImports]
+
 from fuligo.models import invariant_expert_kernels, invariant_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -68,5 +71,12 @@ def check_routing() -> None:
     compiled(invariant_expert_kernels._combine_kernel, rows, {"TOP_K": 8, "COLUMNS": 1024}, num_warps=4, enable_fp_fusion=False)
 
 
+def check_draws() -> None:
+    each = typed("*fp32", "logits temperatures sums logprobs") | typed("*i32", "chosen tokens") | typed("i32", "num_logits num_parts")
+    compiled(fuligo_draw._draw_parts, each | {"seed": "*i64"}, {"LOGITS": fuligo_draw.LOGITS}, num_warps=8)
+    compiled(fuligo_draw._combine, each, {"PARTS": 64})
+
+
 check_products()
 check_routing()
+check_draws()

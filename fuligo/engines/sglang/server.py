@@ -86,6 +86,8 @@ SYNC_PLUGIN = Path(__file__).parent / "sync"
 """Directory with the plugin that shortens weight syncs, found in the same way; for every engine."""
 TURN_PLUGIN, TURN_VARIABLE = Path(__file__).parent / "turns", "FULIGO_TURN"
 """Directory with the plugin that makes engines wait for their GPUs, found in the same way, and the plugin's environment variable."""
+SAMPLER_PLUGIN = Path(__file__).parent / "sampler"
+"""Directory with the plugin that draws tokens in one pass over the logits, found in the same way; on GPUs."""
 OWN_ARGUMENTS: dict[str, Any] = {"grammar_backend": "none", "skip_server_warmup": True, "log_level_http": "warning"}
 """Arguments of every engine: no grammars, no warm-up (the first rollout does it), and no log line per request."""
 
@@ -203,9 +205,10 @@ class ServerSettings:
     @property
     def _plugins(self) -> dict[Path, str]:
         """Directories and names of the plugins that the engine loads."""
-        exact = {EXACT_PLUGIN: "fuligo_exact"} if self.is_exact else {}
+        drawn = {SAMPLER_PLUGIN: "fuligo_sampler"} if self.device == "cuda" else {}
+        sampling = {EXACT_PLUGIN: "fuligo_exact"} if self.is_exact else drawn
         turns = {} if self.turn is None else {TURN_PLUGIN: "fuligo_turns"}
-        return {SYNC_PLUGIN: "fuligo_sync"} | exact | turns
+        return {SYNC_PLUGIN: "fuligo_sync"} | sampling | turns
 
     @property
     def _program(self) -> str:

@@ -1,0 +1,81 @@
+"""Tokens drawn from logits in one pass, with the Gumbel trick: the largest of logit + Gumbel noise is a draw from the softmax.
+
+Each program reads `LOGITS` logits of a row. It returns their softmax's denominator, and the token with the largest noisy logit; a second
+kernel combines these parts of a row. The noise comes from Philox, whose key is a number that torch's generator draws, plus the row: as with
+`torch.multinomial`, the ranks of an engine, which have the same seed, draw the same tokens.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPrivateImportUsage=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOGITS = 2048
+"""Number of logits per program."""
+SMALLEST = tl.constexpr(2.0**-32)
+"""Replaces a random number of 0, whose Gumbel noise would be infinite; the next larger one is 2^-31."""
+
+
+def draw(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a token per row from softmax(logits / temperature), and return it with its log-probability.
+
+    A row that has NaN, or no finite logit, ends the process on a GPU, as in `torch.multinomial`.
+
+    Args:
+        logits: float32 [R, V], contiguous
+        temperatures: float32 [R, 1], positive
+
+    Returns:
+        int32 [R] and float32 [R].
+    """
+    num_rows, num_logits = logits.shape
+    num_parts = triton.cdiv(num_logits, LOGITS)
+    seed = torch.empty(1, dtype=torch.int64, device=logits.device).random_()
+    sums = torch.empty(num_rows, num_parts, 3, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
+    _draw_parts[(num_rows, num_parts)](logits, temperatures, seed, sums, chosen, num_logits, num_parts, LOGITS, num_warps=8)
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    _combine[(num_rows,)](logits, temperatures, sums, chosen, tokens, logprobs, num_logits, num_parts, triton.next_power_of_2(num_parts))
+    torch._assert_async(logprobs.isfinite().all(), "cannot sample: logits are NaN or infinite")
+    return tokens, logprobs
+
+
+@triton.jit
+def _draw_parts(logits, temperatures, seed, sums, chosen, num_logits, num_parts, LOGITS: tl.constexpr):
+    """Write peak, denominator relative to it and largest noisy logit of a row's part to `sums` [R, P, 3], and its token to `chosen`."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = part * LOGITS + tl.arange(0, LOGITS)
+    is_logit = columns < num_logits
+    scaled = tl.load(logits + row * num_logits + columns, is_logit, other=float("-inf")) / tl.load(temperatures + row)
+    peak = tl.max(scaled, 0)
+    above = tl.where(peak == float("-inf"), 0.0, peak)  # -inf - -inf would be NaN
+    # Gumbel noise is -log(-log(1 - u)). With v = 1 - u, rounded, u / (1 - v) * log(v) equals log(1 - u) to the last bits, also for a small
+    # u, to which the largest noise belongs.
+    uniform = tl.maximum(tl.rand(tl.load(seed) + row, columns), SMALLEST)
+    rest = 1.0 - uniform
+    exponential = tl.where(rest == 1.0, uniform, uniform / (1.0 - rest) * -tl.log(rest))
+    noisy = tl.where(is_logit, scaled - tl.log(exponential), float("-inf"))
+    at = row * num_parts + part
+    tl.store(sums + 3 * at, peak)
+    tl.store(sums + 3 * at + 1, tl.sum(tl.exp(scaled - above), 0))
+    tl.store(sums + 3 * at + 2, tl.max(noisy, 0))
+    tl.store(chosen + at, part * LOGITS + tl.argmax(noisy, 0))
+
+
+@triton.jit
+def _combine(logits, temperatures, sums, chosen, tokens, logprobs, num_logits, num_parts, PARTS: tl.constexpr):
+    """Write the token of a row and its log-probability."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, PARTS)
+    at, is_part = row * num_parts + parts, parts < num_parts
+    peaks = tl.load(sums + 3 * at, is_part, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    total = tl.sum(tl.load(sums + 3 * at + 1, is_part, other=0.0) * tl.exp(peaks - peak), 0)
+    best = tl.argmax(tl.load(sums + 3 * at + 2, is_part, other=float("-inf")), 0)
+    token = tl.load(chosen + row * num_parts + best)
+    scaled = tl.load(logits + row * num_logits + token) / tl.load(temperatures + row)
+    tl.store(tokens + row, token)
+    tl.store(logprobs + row, scaled - peak - tl.log(total))

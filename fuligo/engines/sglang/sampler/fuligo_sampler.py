@@ -1,0 +1,62 @@
+"""Plugin for SGLang 0.5.15 that draws tokens in one pass over the logits.
+
+SGLang's sampler makes about twenty passes over the logits, [R, V] in float32, for temperature, softmax, checks, noise and the
+log-probabilities of all tokens. Here, `fuligo_draw` reads them once. Requests with top-p, top-k, min-p, a seed, or log-probabilities of
+other tokens get SGLang's own sampler.
+"""
+
+# pyright: reportMissingImports=false
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+SWITCH = "FULIGO_SAMPLER"
+"""Environment variable; 0 leaves sampling to SGLang."""
+SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+
+
+def install() -> None:
+    """Replace SGLang's sampler where all requests of a batch sample from the whole vocabulary."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if os.environ.get(SWITCH) != "0":
+        HookRegistry.register(SAMPLER, sample, HookType.AROUND)
+
+
+def sample(
+    own_sample: Callable[..., Any],
+    sampler: Any,
+    output: Any,
+    requests: Any,
+    return_logprob: bool,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[list[int] | None],
+    positions: Any,
+) -> Any:
+    """Return a token per request, int32 [R], and write its log-probability, float32 [R], to `output` if it is asked for."""
+    logits = output.next_token_logits
+    if not draws_from_all(sampler, logits, requests) or any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
+        return own_sample(sampler, output, requests, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
+    from fuligo_draw import draw
+
+    tokens, logprobs = draw(sampler._preprocess_logits(logits, requests), requests.temperatures)
+    if return_logprob:
+        output.next_token_logprobs = logprobs
+    sampler._sync_token_ids_across_tp(tokens, requests)
+    return tokens
+
+
+def draws_from_all(sampler: Any, logits: Any, requests: Any) -> bool:
+    """Return whether every request samples from the softmax of its logits, divided by its temperature, with the engine's random numbers."""
+    from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
+
+    return (
+        logits.is_cuda
+        and logits.is_contiguous()
+        and len(logits) > 0
+        and not (requests.is_all_greedy or requests.need_top_p_sampling or requests.need_top_k_sampling or requests.need_min_p_sampling)
+        and requests.sampling_seed is None
+        and sampler.rl_on_policy_target is None
+        and not SGLANG_RETURN_ORIGINAL_LOGPROB
+    )

@@ -1,0 +1,72 @@
+"""Draw tokens with the kernels of `fuligo_draw` in Triton's interpreter, without a GPU, and compare them with torch; exit with an error if
+they differ.
+
+For an interpreter with triton and a CPU build of torch, such as SGLang's.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
+import fuligo_draw  # pyright: ignore[reportMissingImports]
+
+ROWS = 400
+torch.manual_seed(0)
+
+
+def check_logprobs() -> None:
+    """Several parts per row, the last one shorter, and one without an allowed token."""
+    logits, temperatures = 5 * torch.randn(5, 2 * fuligo_draw.LOGITS + 77), torch.tensor([[1.0], [0.7], [1.3], [1e-3], [1.0]])
+    logits[4, fuligo_draw.LOGITS :] = -torch.inf
+    logits[4] -= 200.0
+    tokens, logprobs = fuligo_draw.draw(logits, temperatures)
+    wanted = (logits / temperatures).log_softmax(1).gather(1, tokens[:, None].long())[:, 0]
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-5, atol=1e-5)
+    assert tokens.dtype == torch.int32 and tokens[3] == logits[3].argmax() and tokens[4] < fuligo_draw.LOGITS
+
+
+def check_distribution() -> None:
+    """Compare frequencies with the softmax, and draws of neighbouring rows with those of independent ones."""
+    logits = torch.tensor([3.0, 1.0, 0.0, -torch.inf, 2.0, -1.0]).repeat(ROWS, 1)
+    temperature = 1.5
+    wanted = (logits[0] / temperature).softmax(0)
+    tokens, _ = fuligo_draw.draw(logits, torch.full((ROWS, 1), temperature))
+    counts = torch.bincount(tokens.long(), minlength=6)
+    assert counts[3] == 0
+    deviations = (counts - ROWS * wanted)[wanted > 0] / (ROWS * wanted * (1 - wanted))[wanted > 0].sqrt()
+    assert deviations.abs().max() < 4, deviations
+    changes = (tokens[1:] != tokens[:-1]).double().mean()
+    assert abs(changes - (1 - (wanted**2).sum())) < 0.1, changes
+
+
+def check_seeds() -> None:
+    """torch's generator decides: equal seeds draw equal tokens, as ranks of an engine must, and each call draws others."""
+    logits, temperatures = torch.zeros(20, 500), torch.ones(20, 1)
+    torch.manual_seed(7)
+    first, second = (fuligo_draw.draw(logits, temperatures)[0] for _ in range(2))
+    torch.manual_seed(7)
+    assert torch.equal(fuligo_draw.draw(logits, temperatures)[0], first) and not torch.equal(first, second)
+
+
+def check_damaged_logits() -> None:
+    for damage in (torch.nan, torch.inf):
+        logits = torch.zeros(2, 10)
+        logits[1, 4] = damage
+        try:
+            fuligo_draw.draw(logits, torch.ones(2, 1))
+        except RuntimeError as error:
+            assert "logits are NaN or infinite" in str(error)
+        else:
+            raise AssertionError(f"{damage} was drawn from")
+
+
+check_logprobs()
+check_distribution()
+check_seeds()
+check_damaged_logits()

@@ -1,0 +1,87 @@
+"""Choice of the batches that `fuligo_sampler` draws for; tests/sglang/test_sampler_plugin.py and tests/gpu test its kernels."""
+
+import importlib
+import sys
+from dataclasses import dataclass, field, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fuligo.engines.sglang.server import SAMPLER_PLUGIN
+
+
+@dataclass(frozen=True)
+class Requests:
+    """SGLang's `SamplingBatchInfo` of requests that sample from the whole vocabulary."""
+
+    is_all_greedy: bool = False
+    need_top_p_sampling: bool = False
+    need_top_k_sampling: bool = False
+    need_min_p_sampling: bool = False
+    sampling_seed: Any = None
+    temperatures: str = "temperatures"
+
+
+@dataclass
+class Sampler:
+    rl_on_policy_target: str | None = None
+    synced: list[Any] = field(default_factory=list)
+
+    def _preprocess_logits(self, logits: Any, requests: Requests) -> Any:
+        return logits
+
+    def _sync_token_ids_across_tp(self, tokens: Any, requests: Requests) -> None:
+        self.synced.append(tokens)
+
+
+class Logits:
+    def __init__(self, *, is_cuda: bool = True, num_rows: int = 2) -> None:
+        self.is_cuda, self.num_rows = is_cuda, num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the plugin with modules of SGLang and kernels that return names."""
+    monkeypatch.syspath_prepend(str(SAMPLER_PLUGIN))
+    sglang_sampler, kernels = ModuleType("sglang.srt.layers.sampler"), ModuleType("fuligo_draw")
+    vars(sglang_sampler)["SGLANG_RETURN_ORIGINAL_LOGPROB"] = False
+    vars(kernels)["draw"] = lambda logits, temperatures: ("drawn", f"log-probabilities at {temperatures}")
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.sampler", sglang_sampler)
+    monkeypatch.setitem(sys.modules, "fuligo_draw", kernels)
+    return importlib.import_module("fuligo_sampler")
+
+
+def sampled(plugin: Any, sampler: Sampler, logits: Logits, requests: Requests, *others: Any) -> tuple[Any, Any]:
+    """Return the tokens and log-probabilities of a batch; SGLang's own sampler returns "own"."""
+    output = SimpleNamespace(next_token_logits=logits, next_token_logprobs=None)
+    return plugin.sample(lambda *_: "own", sampler, output, requests, *(others or (True, [0, 0], [None, None])), "positions"), output
+
+
+def test_it_draws_for_requests_that_sample_from_the_whole_vocabulary(plugin: Any) -> None:
+    sampler = Sampler()
+    tokens, output = sampled(plugin, sampler, Logits(), Requests())
+    assert (tokens, output.next_token_logprobs, sampler.synced) == ("drawn", "log-probabilities at temperatures", ["drawn"])
+    tokens, output = sampled(plugin, sampler, Logits(), Requests(), False, [], [])
+    assert (tokens, output.next_token_logprobs) == ("drawn", None)
+
+
+@pytest.mark.parametrize("name", ["is_all_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling", "sampling_seed"])
+def test_other_requests_get_sglangs_sampler(plugin: Any, name: str) -> None:
+    assert sampled(plugin, Sampler(), Logits(), replace(Requests(), **{name: True}))[0] == "own"
+
+
+def test_log_probabilities_of_other_tokens_and_other_devices_get_sglangs_sampler(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for others in ((True, [0, 5], [None, None]), (True, [0, 0], [None, [7]])):
+        assert sampled(plugin, Sampler(), Logits(), Requests(), *others)[0] == "own"
+    for logits in (Logits(is_cuda=False), Logits(num_rows=0)):
+        assert sampled(plugin, Sampler(), logits, Requests())[0] == "own"
+    assert sampled(plugin, Sampler(rl_on_policy_target="fsdp"), Logits(), Requests())[0] == "own"
+    monkeypatch.setattr(sys.modules["sglang.srt.layers.sampler"], "SGLANG_RETURN_ORIGINAL_LOGPROB", True)
+    assert sampled(plugin, Sampler(), Logits(), Requests())[0] == "own"

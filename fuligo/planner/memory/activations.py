@@ -16,6 +16,8 @@ from fuligo.planner.lengths import copied_keys_per_token
 
 BF16 = 2
 FP32 = 4
+FP8 = 1 + 4 / 128
+"""Bytes of an element in FP8 with the share of its block's scale."""
 INDEX = 4
 """Bytes of the index (int32) of one token that sparse attention selects."""
 
@@ -40,7 +42,9 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
     Matrices below an adapter are frozen: they keep no input for their own gradient, but the adapter's A may need it for its gradient.
     """
     hidden, split = architecture.hidden_size, shape.shards_sequence
-    normed = 2 * BF16 * hidden / split
+    # In FP8, matrices keep their inputs as they multiply them. Attention keeps its output in bf16. Measured for dense layers only.
+    input_bytes = FP8 if config.megatron.get("fp8_format") is not None and not layer.is_moe else BF16
+    normed = 2 * input_bytes * hidden / split
     norms = (2 + num_output_norms(layer, hidden)) * BF16 * hidden / split
     copied = BF16 * copied_elements(layer, architecture, shape, config)
     attention = _attention(architecture, shape) + copied + BF16 * normed_head_elements(layer, architecture) / shape.tp
@@ -54,7 +58,9 @@ def layer_bytes(layer: Layer, architecture: Architecture, shape: Layout, config:
     index = INDEX * architecture.sparse_index.top_k if layer.computes_index and architecture.sparse_index else 0
     gathers = config.parallel.moe_token_dispatcher_type == "allgather"
     trains_experts = adapter is None or adapter.adapts_experts(layer)
-    mlp = _mlp(layer, architecture, shape, gathers=gathers, is_frozen=added is not None, trains_experts=trains_experts)
+    mlp = _mlp(
+        layer, architecture, shape, gathers=gathers, is_frozen=added is not None, trains_experts=trains_experts, input_bytes=input_bytes
+    )
     if added is not None:
         mlp = replace(mlp, kept=mlp.kept + added.mlp)
     whole = norms + normed + attention + index + mlp.kept
@@ -106,17 +112,22 @@ class _Mlp:
     passing: float
 
 
-def _mlp(layer: Layer, architecture: Architecture, shape: Layout, *, gathers: bool, is_frozen: bool, trains_experts: bool) -> _Mlp:
+def _mlp(
+    layer: Layer, architecture: Architecture, shape: Layout, *,
+    gathers: bool, is_frozen: bool, trains_experts: bool, input_bytes: float,
+) -> _Mlp:  # fmt: skip
     """Return the bytes of the dense MLP, or of router, shared expert and routed experts.
 
     If the dispatcher `gathers`, each rank of the expert group has every token of the group. Frozen matrices keep no inputs. The matrices
-    of experts do if they, or their adapters, are trained (`trains_experts`).
+    of experts do if they, or their adapters, are trained (`trains_experts`). A dense MLP keeps the input of its last matrix, with
+    `input_bytes` per element.
     """
     hidden, experts = architecture.hidden_size, architecture.experts
     widths = 2 if is_frozen else 3
     if not layer.is_moe or experts is None:
         width = architecture.intermediate_size / shape.tp
-        return _Mlp(kept=widths * BF16 * width, activated=(widths - 2) * BF16 * width, passing=3 * BF16 * width)
+        activated = (widths - 2) * input_bytes * width
+        return _Mlp(kept=2 * BF16 * width + activated, activated=activated, passing=3 * BF16 * width)
     copies = experts.num_experts_per_token * shape.etp / shape.shards_sequence
     width = experts.intermediate_size / shape.etp
     shared = experts.num_shared_experts * experts.intermediate_size / shape.tp

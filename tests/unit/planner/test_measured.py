@@ -71,6 +71,7 @@ EP2 = f"--expert-model-parallel-size 2 {ALLTOALL}"
 RECOMPUTATION = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
+FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
 OLD = True
 """Replacement of `separate_passes`."""
 MEASURED = {
@@ -78,6 +79,8 @@ MEASURED = {
     "dense-recompute": Measured("qwen3-4b", 36, 1, 13291, RECOMPUTATION, (82.32,), (74.92,)),
     "dense-cpu-adam": Measured("qwen3-4b", 36, 1, 12288, CPU_ADAM, (84.9,), (75.0,), None, OLD),
     "dense-12": Measured("qwen3-4b", 12, 1, 16384, "", (60.55,), (54.26,), None, OLD),
+    "dense-12, now": Measured("qwen3-4b", 12, 1, 13291, "", (55.13,), (48.31,), 477),
+    "dense-12, FP8": Measured("qwen3-4b", 12, 1, 13291, FP8, (54.69,), (48.44,), 541),
     "dense-tp2": Measured("qwen3-4b", 36, 2, 16384, TP2, (76.09,), (67.85,), 405, OLD),
     "dense-dp2": Measured("qwen3-4b", 36, 2, 12288, "", (104.91,), (97.52,), None, OLD),
     "dense-dp4": Measured("qwen3-4b", 36, 4, 12288, "", (93.16,), (86.25,), None, OLD),

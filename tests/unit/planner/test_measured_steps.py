@@ -29,6 +29,7 @@ ROWS_8K = "--use-dynamic-batch-size --max-tokens-per-gpu 8192"
 QUICKSTART = "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 512 --rollout-max-prompt-len 64 \
   --use-dynamic-batch-size"
 MEGATRON_8K = f"{QUICKSTART} --max-tokens-per-gpu 8192 --train-backend megatron"
+MEGATRON_12K = f"{QUICKSTART} --max-tokens-per-gpu 12288 --train-backend megatron"
 WHOLE_WAVE = "--debug-rollout-only --n-samples-per-prompt 16 --rollout-max-response-len 512 --rollout-max-prompt-len 105"
 FIXED_320 = "--rollout-batch-size 32 --n-samples-per-prompt 16 --rollout-max-response-len 320 --rollout-max-prompt-len 100 --colocate"
 GSM8K = "--rollout-max-prompt-len 512 --over-sampling-batch-size 96 --sglang-mem-fraction-static 0.15 --use-dynamic-batch-size \
@@ -74,6 +75,11 @@ MEASURED = {
         "smollm2", 30, "h100-80", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 40 --share-prefixes off",
         {"rollout": (2.3, 3.0), "train": (2.3, 2.9)}, 84 / 320,
     ),
+    "smollm2, tokens drawn in one pass": MeasuredStep(
+        "smollm2", 30, "h200-141",
+        "--debug-rollout-only --rollout-batch-size 64 --n-samples-per-prompt 16 --rollout-max-response-len 320 --rollout-num-gpus 1"
+        " --rollout-max-prompt-len 40", {"rollout": (2.6, 3.1)}, 107 / 320,
+    ),
     "smollm2, questions of GSM8K": MeasuredStep(
         "smollm2", 30, "h200-141", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 105 --share-prefixes off --no-torch-compile",
         {"rollout": (3.5, 4.0), "train": (6.1, 7.4)}, 254 / 320,
@@ -105,6 +111,14 @@ MEASURED = {
     "4B, colocated, stays": MeasuredStep(
         "qwen3-4b", 36, "h200-141", f"{MEGATRON_8K} --colocate --actor-num-gpus-per-node 1",
         {"rollout": (5.2, 5.4), "train": (7.0, 7.0), "step": (12.7, 12.8)},
+    ),
+    "4B, colocated, stays, rows of 12k, tokens drawn in one pass": MeasuredStep(
+        "qwen3-4b", 36, "h200-141", f"{MEGATRON_12K} --colocate --actor-num-gpus-per-node 1",
+        {"rollout": (5.0, 5.1), "train": (6.7, 6.8), "step": (12.2, 12.3)},
+    ),
+    "the same in FP8": MeasuredStep(
+        "qwen3-4b", 36, "h200-141", f"{MEGATRON_12K} --colocate --actor-num-gpus-per-node 1 --fp8-format e4m3 --fp8-recipe blockwise",
+        {"rollout": (5.0, 5.1), "train": (5.7, 5.8), "step": (11.2, 11.2)},
     ),
     "4B, two H200s": MeasuredStep(
         "qwen3-4b", 36, "h200-141", f"{MEGATRON_8K} --actor-num-gpus-per-node 1 --rollout-num-gpus 1",

@@ -30,13 +30,17 @@ def sample(
     output: Any,
     requests: Any,
     return_logprob: bool,
-    top_logprobs_nums: list[int],
-    token_ids_logprobs: list[list[int] | None],
+    top_logprobs_nums: list[int] | None,
+    token_ids_logprobs: list[list[int] | None] | None,
     positions: Any,
 ) -> Any:
-    """Return a token per request, int32 [R], and write its log-probability, float32 [R], to `output` if it is asked for."""
+    """Return a token per request, int32 [R], and write its log-probability, float32 [R], to `output` if `return_logprob`.
+
+    `top_logprobs_nums` and `token_ids_logprobs` say of which other tokens requests want log-probabilities; None if no request wants any.
+    """
     logits = output.next_token_logits
-    if not draws_from_all(sampler, logits, requests) or any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
+    wants_others = any(top_logprobs_nums or ()) or any(ids is not None for ids in token_ids_logprobs or ())
+    if wants_others or not draws_from_all(sampler, logits, requests):
         return own_sample(sampler, output, requests, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
     from fuligo_draw import draw
 

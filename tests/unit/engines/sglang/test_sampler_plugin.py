@@ -68,7 +68,11 @@ def test_it_draws_for_requests_that_sample_from_the_whole_vocabulary(plugin: Any
     sampler = Sampler()
     tokens, output = sampled(plugin, sampler, Logits(), Requests())
     assert (tokens, output.next_token_logprobs, sampler.synced) == ("drawn", "log-probabilities at temperatures", ["drawn"])
-    tokens, output = sampled(plugin, sampler, Logits(), Requests(), False, [], [])
+
+
+def test_it_draws_without_log_probabilities(plugin: Any) -> None:
+    """SGLang passes None instead of lists if no request of a batch asks for log-probabilities."""
+    tokens, output = sampled(plugin, Sampler(), Logits(), Requests(), False, None, None)
     assert (tokens, output.next_token_logprobs) == ("drawn", None)
 
 

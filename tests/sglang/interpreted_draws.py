@@ -45,6 +45,17 @@ def check_distribution() -> None:
     assert abs(changes - (1 - (wanted**2).sum())) < 0.1, changes
 
 
+def check_small_temperatures() -> None:
+    """Two of the tokens are equally likely, in different parts of a row; logits divided by the temperature have an ulp of 2."""
+    num_rows, num_logits = 100, fuligo_draw.LOGITS + 3
+    logits = torch.full((num_rows, num_logits), 18.0)
+    logits[:, [3, 7, num_logits - 1]] = torch.tensor([20.0, 19.5, 20.0])
+    tokens, logprobs = fuligo_draw.draw(logits, torch.full((num_rows, 1), 1e-6))
+    counts = torch.bincount(tokens.long(), minlength=num_logits)
+    assert counts[3] + counts[-1] == num_rows and 30 < counts[3] < 70, counts[[3, -1]]
+    torch.testing.assert_close(logprobs, torch.full((num_rows,), 0.5).log())
+
+
 def check_seeds() -> None:
     """torch's generator decides: equal seeds draw equal tokens, as ranks of an engine must, and each call draws others."""
     logits, temperatures = torch.zeros(20, 500), torch.ones(20, 1)
@@ -68,5 +79,6 @@ def check_damaged_logits() -> None:
 
 check_logprobs()
 check_distribution()
+check_small_temperatures()
 check_seeds()
 check_damaged_logits()

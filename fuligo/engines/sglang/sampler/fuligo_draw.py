@@ -45,24 +45,29 @@ def draw(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _draw_parts(logits, temperatures, seed, sums, chosen, num_logits, num_parts, LOGITS: tl.constexpr):
-    """Write peak, denominator relative to it and largest noisy logit of a row's part to `sums` [R, P, 3], and its token to `chosen`."""
+    """Write a part's largest logit, denominator and largest noisy logit to `sums` [R, P, 3], and the latter's token to `chosen`.
+
+    Denominator and noisy logit are relative to the largest logit: divided by a small temperature, a logit may be so large that adding noise
+    would not change it.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * LOGITS + tl.arange(0, LOGITS)
-    is_logit = columns < num_logits
-    scaled = tl.load(logits + row * num_logits + columns, is_logit, other=float("-inf")) / tl.load(temperatures + row)
-    peak = tl.max(scaled, 0)
+    values = tl.load(logits + row * num_logits + columns, columns < num_logits, other=float("-inf"))
+    peak = tl.max(values, 0)
     above = tl.where(peak == float("-inf"), 0.0, peak)  # -inf - -inf would be NaN
+    scaled = (values - above) / tl.load(temperatures + row)
     # Gumbel noise is -log(-log(1 - u)). With v = 1 - u, rounded, u / (1 - v) * log(v) equals log(1 - u) to the last bits, also for a small
     # u, to which the largest noise belongs.
     uniform = tl.maximum(tl.rand(tl.load(seed) + row, columns), SMALLEST)
     rest = 1.0 - uniform
     exponential = tl.where(rest == 1.0, uniform, uniform / (1.0 - rest) * -tl.log(rest))
-    noisy = tl.where(is_logit, scaled - tl.log(exponential), float("-inf"))
+    noisy = scaled - tl.log(exponential)
     at = row * num_parts + part
     tl.store(sums + 3 * at, peak)
-    tl.store(sums + 3 * at + 1, tl.sum(tl.exp(scaled - above), 0))
+    tl.store(sums + 3 * at + 1, tl.sum(tl.exp(scaled), 0))
     tl.store(sums + 3 * at + 2, tl.max(noisy, 0))
-    tl.store(chosen + at, part * LOGITS + tl.argmax(noisy, 0))
+    # If there is NaN, the position of the largest may be any, but the token must be in the row for `_combine` to read its logit.
+    tl.store(chosen + at, tl.minimum(part * LOGITS + tl.argmax(noisy, 0), num_logits - 1))
 
 
 @triton.jit
@@ -71,11 +76,12 @@ def _combine(logits, temperatures, sums, chosen, tokens, logprobs, num_logits, n
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, PARTS)
     at, is_part = row * num_parts + parts, parts < num_parts
+    temperature = tl.load(temperatures + row)
     peaks = tl.load(sums + 3 * at, is_part, other=float("-inf"))
     peak = tl.max(peaks, 0)
-    total = tl.sum(tl.load(sums + 3 * at + 1, is_part, other=0.0) * tl.exp(peaks - peak), 0)
-    best = tl.argmax(tl.load(sums + 3 * at + 2, is_part, other=float("-inf")), 0)
-    token = tl.load(chosen + row * num_parts + best)
-    scaled = tl.load(logits + row * num_logits + token) / tl.load(temperatures + row)
+    scaled = (peaks - peak) / temperature
+    total = tl.sum(tl.load(sums + 3 * at + 1, is_part, other=0.0) * tl.exp(scaled), 0)
+    best = tl.argmax(tl.load(sums + 3 * at + 2, is_part, other=float("-inf")) + scaled, 0)
+    token = tl.load(chosen + row * num_parts + tl.minimum(best, num_parts - 1))
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, scaled - peak - tl.log(total))
+    tl.store(logprobs + row, (tl.load(logits + row * num_logits + token) - peak) / temperature - tl.log(total))

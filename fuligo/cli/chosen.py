@@ -19,7 +19,7 @@ from fuligo.planner.gpus import GPUS, known_gpu
 from fuligo.planner.make_plan import make_plan
 from fuligo.planner.plan import Choice
 from fuligo.planner.subject import read_subject
-from fuligo.quantities import as_typed
+from fuligo.quantities import as_typed, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
-    if config.cluster.rollout_backend != "auto" or not config.engine_capabilities.beside_trainer:
+    if _has_chosen_engine(config):
         return _with_shared_gpus(config, num_gpus)
     python = config.engine.interpreter
     missing = [
@@ -125,15 +125,39 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
         slower = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
         wanted = " ".join(f"{name}=={schema(group).version}" for name, group in (("sglang", "sglang"), ("sglang-router", "router")))
         return config, [f"{slower}; to use SGLang: {python} -m pip install {wanted}"]
+    return _with_sglang(config, num_gpus, "SGLang is installed")
+
+
+def with_assumed_engine(config: Config) -> tuple[Config, list[str]]:
+    """Return the config with the engine that `fuligo train` chooses on a node with SGLang, and a note about the choice.
+
+    For the plan of another machine than this one: its nodes have --num-gpus-per-node GPUs.
+    """
+    if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local" or _has_chosen_engine(config):
+        return config, []
+    num_gpus = config.cluster.num_gpus_per_node
+    reason = f"assumed, as fuligo train chooses where SGLang is installed, with {count(num_gpus, 'GPU')} per node (--num-gpus-per-node)"
+    return _with_sglang(config, num_gpus, reason)
+
+
+def _has_chosen_engine(config: Config) -> bool:
+    return config.cluster.rollout_backend != "auto" or not config.engine_capabilities.beside_trainer
+
+
+def _with_sglang(config: Config, num_gpus: int, reason: str) -> tuple[Config, list[str]]:
+    """Return the config with SGLang engines, which share the trainer's GPUs if it uses all `num_gpus`, and a line with the reason.
+
+    The config is unchanged if SGLang would break a rule.
+    """
     changes = [Change(("cluster", "rollout_backend"), "sglang")]
-    if config.trains and config.num_train_gpus >= num_gpus:
+    if config.trains and config.num_train_gpus >= num_gpus and not config.cluster.colocate:
         changes.append(Change(("cluster", "colocate"), True))
-    elif config.trains:
+    elif config.trains and not config.cluster.colocate:
         changes.append(Change(("cluster", "rollout_num_gpus"), config.resolved_rollout_num_gpus_per_engine))
     changed = apply_changes(config, changes)
     if _breaks_rules(config, changed):
         return config, []
-    return changed, [f"{as_typed(change_text(change) for change in changes)}: SGLang is installed"]
+    return changed, [f"{as_typed(change_text(change) for change in changes)}: {reason}"]
 
 
 def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from fuligo.cli.chosen import find_devices, trainer_choice, with_installed_engine
+from fuligo.cli.chosen import find_devices, trainer_choice, with_assumed_engine, with_installed_engine
 from fuligo.cli.megatron_arguments import unread_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse, read_command_line
@@ -63,17 +63,15 @@ def main(arguments: Sequence[str]) -> int:
     host_memory_bytes = None if options.host_memory is None else int(options.host_memory * _GIB)
     parsed = parse(job)
     config, gpu, notes = parsed.config if _is_described(parsed.config) else located(parsed.config), options.gpu, list(parsed.warnings)
-    if gpu is None:
-        devices = find_devices(config)
-        found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
-        gpu = found.name if found is not None else DEFAULT_GPU
-        if found is None:
-            device = devices[0].name if devices else None
-            reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
-            notes.append(f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141")
-        else:
-            config, engine = with_installed_engine(config, len(devices))
-            notes += engine
+    devices = find_devices(config) if gpu is None else ()
+    found = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
+    if gpu is None and found is None:
+        device = devices[0].name if devices else None
+        reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
+        notes.append(f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141")
+    config, engine = with_assumed_engine(config) if found is None else with_installed_engine(config, len(devices))
+    notes += engine
+    gpu = gpu or (DEFAULT_GPU if found is None else found.name)
     notes += _without_effect(config, assumed)
     plan = make_plan(config, gpu, plan_name(config, job), host_memory_bytes=host_memory_bytes, assumed=assumed)
     plan = replace(plan, findings=(*_refused_at_start(plan, config), *plan.findings, *_short_of_disk(plan, config)))

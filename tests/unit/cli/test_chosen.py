@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fuligo.cli import chosen
-from fuligo.cli.chosen import Checked, checked
+from fuligo.cli.chosen import Checked, checked, with_assumed_engine, with_installed_engine
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Severity
 from fuligo.config.validate import described
@@ -50,6 +50,32 @@ def test_gpus_without_flags_sample_with_sglang_where_it_is_installed(model: Path
     assert found.config.resolved_rollout_backend == "sglang" and found.config.cluster.colocate is shares
     assert found.choices[0].endswith("SGLang is installed")
     assert errors(found) == []
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "", "--colocate", "--colocate --offload-train", "--async-mode one-step", "--rollout-backend embedded",
+        "--device cpu", "--debug-rollout-only", "--debug-train-only --load-debug-rollout-data rollouts", "--launcher ray",
+    ],
+)  # fmt: skip
+def test_a_plan_elsewhere_has_the_engine_of_a_machine_with_sglang(model: Path, machine, num_gpus: int, flags: str) -> None:
+    machine(num_gpus)
+    gpus = f"--num-gpus-per-node {num_gpus} --actor-num-gpus-per-node 1"
+    config = parse(["--hf-checkpoint", str(model), *JOB.split(), *gpus.split(), *flags.split()]).config
+    there, _ = with_installed_engine(config, 0 if config.cluster.device == "cpu" else num_gpus)
+    planned, notes = with_assumed_engine(config)
+    assert planned == there
+    assert bool(notes) is (planned != config)
+    assert all("where SGLang is installed" in note and f"{num_gpus} GPU" in note for note in notes)
+
+
+def test_colocated_engines_get_no_gpus_of_their_own(model: Path, machine) -> None:
+    machine(8)
+    found = plan(model, "--colocate")
+    assert found.choices[0] == "--rollout-backend sglang: SGLang is installed"
+    assert found.config.cluster.rollout_num_gpus is None
 
 
 def test_gpus_that_others_use_are_named(model: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,17 @@ def test_a_valid_config(run_plan: RunPlan):
     assert errors == ""
 
 
+@pytest.mark.parametrize("gpu", [(), ("--gpu", "h200-141")])
+def test_a_plan_for_another_machine_assumes_sglang_and_says_so(run_plan: RunPlan, gpu: tuple[str, ...]):
+    model = EXAMPLES / "qwen3-4b" / "model"
+    job = f"--hf-checkpoint {model} --prompt-data d.jsonl --label-key label --rm-type math --num-rollout 2 --num-gpus-per-node 1"
+    code, output, errors = run_plan(*job.split(), *gpu, "--gradient-checkpointing", "--lora-rank", "8")
+    said = " ".join(output.split())
+    assert code == 0, output + errors
+    assert "note: --rollout-backend sglang --colocate: assumed, as fuligo train chooses where SGLang is installed, with 1 GPU" in said
+    assert "--sglang-max-running-requests" in said, "the choices are those of SGLang engines"
+
+
 def test_a_config_json_on_this_machine_completes_model_args(run_plan: RunPlan, tmp_path: Path):
     """Launch scripts for Megatron give no --max-position-embeddings, for example."""
     size = "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --group-query-attention"

@@ -22,6 +22,7 @@ from fuligo.planner.memory.bars import memory_bars, planned_engines
 from fuligo.planner.memory.engine import EngineMemory, state_bytes_per_request
 from fuligo.planner.memory.torch_trainer import compiles_layers
 from fuligo.planner.plan import Choice
+from fuligo.planner.server_settings import given_graph_batch, has_graphs
 from fuligo.planner.subject import Subject
 from fuligo.quantities import count, gibibytes, magnitude
 
@@ -38,8 +39,6 @@ KEPT_MARGIN_BYTES = 4 * GIB
 """Memory that must be free beside a trainer that is not offloaded: PyTorch's allocator may hold parts of blocks between kept tensors."""
 STATES_PER_REQUEST = 5
 """States of linear attention per request that an engine runs, at most: SGLang 0.5.15 keeps further ones for its prefix cache."""
-GRAPH_ARGUMENTS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_config", "disable_decode_cuda_graph")
-"""Arguments of SGLang that set its CUDA graphs for decoding."""
 SMALLEST_COMPILED = 50_000_000
 """Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 60 s and saves 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024
@@ -124,8 +123,8 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
     """Yield the choices of requests and CUDA graphs of the engines that sample, then of the requests in flight."""
     config = subject.config
     sampling = _sampling(subject)
-    if not sampling:
-        return
+    if not sampling or any(memory.kv_tokens < 1 for _, memory in sampling):
+        return  # engines without a KV cache are an error, whose fixes would keep the requests of the smallest cache
     num_engines = sum(spec.num_engines for spec, _ in sampling)
     in_flight = 0
     for spec, memory in sampling:
@@ -178,7 +177,7 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
 
 def _decides_graphs(spec: EngineGroupSpec) -> bool:
     """Return whether the user's flags set the CUDA graphs for decoding."""
-    return any(spec.arguments.get(name) is not None for name in GRAPH_ARGUMENTS)
+    return given_graph_batch(spec.arguments) is not None or not has_graphs(spec.arguments, "decode")
 
 
 def requests_wanted(subject: Subject) -> int:

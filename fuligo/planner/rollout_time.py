@@ -103,15 +103,14 @@ def _decoding(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, sam
     per_engine = share * config.rollout.n_samples_per_prompt / spec.num_engines
     wave = sampled.wave_size * per_engine
     room = memory.kv_tokens / context * replicas
-    running = max(1.0, min(wave, room, settings.max_running_requests or wave))
+    in_flight = config.resolved_rollout_concurrency * share / spec.num_engines
+    running = max(1.0, min(wave, room, in_flight, settings.max_running_requests or wave))
     tokens_per_step = accept_length(subject, settings)
     tokens = sampled.decoded * per_engine * average_response(config)
     steps = _steps(config, sampled, wave, running, tokens) / tokens_per_step
     batch = min(running, tokens / tokens_per_step / steps)
     bytes_per_s = subject.gpu.memory_bytes_per_s * speeds.DECODE_BANDWIDTH
-    # Slots beyond the requests in flight stay empty, and need no graph.
-    in_flight = min(running, config.resolved_rollout_concurrency * share / spec.num_engines)
-    layer_s = speeds.DECODE_LAYER_S if in_flight / replicas <= settings.graph_batch else speeds.EAGER_LAYER_S
+    layer_s = speeds.DECODE_LAYER_S if running / replicas <= settings.graph_batch else speeds.EAGER_LAYER_S
     # Matrix products read the weights while they compute; attention, which reads the cache, is not hidden behind them.
     step_s = _forward_s(subject, spec, memory, batch) + batch / replicas * context * memory.cached_bytes_per_token / bytes_per_s
     step_s += layer_s * subject.rollout_architecture.num_layers + speeds.DECODE_REQUEST_S * batch / replicas

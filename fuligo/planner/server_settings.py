@@ -5,7 +5,9 @@ Rules of SGLang 0.5.15.post1 (`srt/server_args.py`: `_handle_gpu_memory_settings
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from fuligo.config.passthrough import SglangArguments
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.models.architecture import Architecture, LatentAttention
 from fuligo.planner.gpus import GIB, MIB, Gpu
@@ -73,16 +75,13 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
     chunk = arguments.get("chunked_prefill_size") or size.chunk
     if chunk < 0:  # no chunks: one prefill of up to max_prefill_tokens
         chunk = arguments.get("max_prefill_tokens") or DEFAULT_PREFILL_TOKENS
-    given_batches = arguments.get("cuda_graph_bs_decode")
-    if spec.worker_type == "prefill" or arguments.get("disable_decode_cuda_graph"):
+    if spec.worker_type == "prefill" or not has_graphs(arguments, "decode"):
         batch = 0
-    elif given_batches:
-        batch = max(map(int, given_batches))
     else:
-        batch = arguments.get("cuda_graph_max_bs_decode") or (size.batch if spec.tp_size < 4 else size.wide_batch)
+        batch = given_graph_batch(arguments) or (size.batch if spec.tp_size < 4 else size.wide_batch)
     draft_steps, draft_tokens = _drafts(spec, architecture)
     num_prefill_graphs = 0
-    if spec.worker_type != "decode" and not arguments.get("disable_prefill_cuda_graph"):
+    if spec.worker_type != "decode" and has_graphs(arguments, "prefill"):
         # As `_generate_prefill_cuda_graph_batch_sizes` captures them, up to a chunk.
         ranges = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, chunk + 1, 512))
         num_prefill_graphs = sum(size <= chunk for bounds in ranges for size in range(*bounds))
@@ -100,6 +99,29 @@ def server_settings(spec: EngineGroupSpec, architecture: Architecture, gpu: Gpu)
     given = arguments.get("mem_fraction_static")
     fraction = _default_fraction(spec, architecture, gpu, settings, chunk) if given is None else float(given)
     return replace(settings, mem_fraction_static=fraction)
+
+
+def has_graphs(arguments: SglangArguments, phase: Literal["decode", "prefill"]) -> bool:
+    """Return whether a server captures CUDA graphs for a phase (`_parse_cuda_graph_config`)."""
+    backend = _graph_setting(arguments, phase, "backend")
+    if backend is not None:
+        return backend != "disabled"
+    return not arguments.get(f"disable_{phase}_cuda_graph") and not arguments.get("disable_cuda_graph")
+
+
+def given_graph_batch(arguments: SglangArguments) -> int | None:
+    """Return the largest decoding batch for which the arguments ask for a CUDA graph; None if they leave it to SGLang."""
+    batches = _graph_setting(arguments, "decode", "bs")
+    return max(map(int, batches)) if batches else _graph_setting(arguments, "decode", "max_bs")
+
+
+def _graph_setting(arguments: SglangArguments, phase: str, name: str) -> Any:
+    """Return a setting of a phase's graphs: that of --sglang-cuda-graph-config, which wins, else of its own flag."""
+    phases = arguments.get("cuda_graph_config")
+    settings = phases.get(phase) if isinstance(phases, dict) else None
+    if isinstance(settings, dict) and name in settings:
+        return settings[name]
+    return arguments.get(f"cuda_graph_{name}_{phase}")
 
 
 def _drafts(spec: EngineGroupSpec, architecture: Architecture) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from fuligo.planner.rules import (
     parallel,
     pipeline,
     server_memory,
+    server_speed,
     speculative,
     topology,
     trainer_experts,
@@ -19,7 +20,7 @@ from fuligo.planner.rules import (
 
 _MODULES = (
     *(model, adapter, parallel, pipeline, trainer_experts, trainer_options),
-    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, lengths),
+    *(topology, engine_sizes, deepep, speculative, kernels, server_memory, server_speed, lengths),
 )
 RULES = rules_of(_MODULES)
 """All rules, in the order of the report: module by module, each in the order of its definitions."""

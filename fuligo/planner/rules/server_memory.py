@@ -11,7 +11,7 @@ from fuligo.config.rules.cluster import SHARED_FRACTION
 from fuligo.config.topology import EngineGroupSpec
 from fuligo.planner.rules.rule import Violation, nearest_first, rule
 from fuligo.planner.rules.servers import group_rule, option, running, serving_policy, set_argument, set_each, shown, where
-from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, max_running_requests, server_settings
+from fuligo.planner.server_settings import SPECULATIVE_REQUESTS, given_graph_batch, max_running_requests, server_settings
 from fuligo.planner.subject import Subject
 
 MAX_SHARED_FRACTION = 0.8
@@ -97,9 +97,7 @@ def _requests_wanted(subject: Subject, spec: EngineGroupSpec) -> int:
     """Return an engine's share of a rollout's requests: equal for its attention replicas, and at most their largest CUDA graph if given."""
     num_engines = sum(other.num_engines for other in serving_policy(subject) if other.worker_type != "prefill") or 1
     per_replica = -(-subject.config.samples_per_rollout // (num_engines * spec.dp_size))
-    given = spec.arguments.get("cuda_graph_bs_decode")
-    largest = max(map(int, given)) if given else spec.arguments.get("cuda_graph_max_bs_decode")
-    return spec.dp_size * min(per_replica, largest or per_replica)
+    return spec.dp_size * min(per_replica, given_graph_batch(spec.arguments) or per_replica)
 
 
 def _in_flight(subject: Subject) -> float:

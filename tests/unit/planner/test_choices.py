@@ -110,6 +110,25 @@ def test_given_graphs_limit_the_requests_and_the_reason_says_so() -> None:
     assert choices[0].reason == "an engine's CUDA graphs end at 300 requests; its share of a rollout is 1024"
 
 
+NO_GRAPHS = ("--sglang-disable-cuda-graph", '--sglang-cuda-graph-config {"decode":{"backend":"disabled"}}')
+
+
+@pytest.mark.parametrize("flags", NO_GRAPHS)
+def test_graphs_that_a_flag_disables_are_not_chosen(flags: str) -> None:
+    found = chosen(f"{ENGINES} --rollout-batch-size 32 {flags}")
+    assert found == {"max_running_requests": 512 + SPARE_SLOTS, "rollout_concurrency": 512}
+
+
+def test_settings_of_prefill_graphs_leave_those_for_decoding_to_choose() -> None:
+    prefill = '--sglang-cuda-graph-config {"prefill":{"backend":"disabled"}}'
+    assert chosen(f"{ENGINES} --rollout-batch-size 32 {prefill}") == chosen(f"{ENGINES} --rollout-batch-size 32")
+
+
+def test_engines_without_a_cache_get_no_requests() -> None:
+    found = chosen(f"{ENGINES} --rollout-batch-size 32 --sglang-mem-fraction-static 0.05", gpu="h100-80")
+    assert found == {}, "an error names the missing cache; its fix would keep the requests"
+
+
 def test_given_requests_get_graphs() -> None:
     found = chosen(f"{ENGINES} --rollout-batch-size 64 --sglang-max-running-requests 700")
     assert found == {"cuda_graph_max_bs_decode": 700, "rollout_concurrency": 700}

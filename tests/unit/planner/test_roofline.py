@@ -125,6 +125,20 @@ def test_rejected_drafts_make_rollouts_slower_than_none() -> None:
     assert all_accepted < assumed and all_accepted == pytest.approx(rejected / 4, rel=0.1), "three drafts by default"
 
 
+def test_fewer_requests_in_flight_take_as_long_as_engines_that_run_fewer() -> None:
+    wave = f"{GLM4_9B_SEPARATE} --rollout-max-response-len 512 --rollout-batch-size 64 --n-samples-per-prompt 16"
+    flight, slots, both = (
+        phase(estimate_of(f"{wave} {flags}"), "rollout").duration_s
+        for flags in (
+            "--rollout-concurrency 64",
+            "--sglang-max-running-requests 32 --rollout-concurrency 4096",
+            "--rollout-concurrency 4096",
+        )
+    )
+    assert flight == pytest.approx(slots)
+    assert flight > 2 * both
+
+
 def test_a_filter_makes_rollouts_longer_and_not_training() -> None:
     flags = f"{GLM4_9B_SEPARATE} --rollout-batch-size 64 --over-sampling-batch-size 96"
     plain, half = (subject_of(f"{flags} {more}", "glm4-9b") for more in ("", "--dynamic-sampling-filter-path filters.keep"))

@@ -86,3 +86,22 @@ def test_drafts_have_sglangs_depth_and_size(model: str, tree: dict[str, Any], de
 def test_no_more_drafts_are_accepted_than_are_verified() -> None:
     tree = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3, "speculative_num_draft_tokens": 2}
     assert server_settings(spec_of(1, **tree), facts("qwen3-4b"), gpu("h100-80")).accepted_drafts == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch", "has_prefill_graphs"),
+    [
+        ({"disable_cuda_graph": True}, 0, False),
+        ({"disable_decode_cuda_graph": True}, 0, True),
+        ({"cuda_graph_backend_decode": "disabled", "cuda_graph_max_bs_decode": 64}, 0, True),
+        ({"disable_cuda_graph": True, "cuda_graph_backend_decode": "full"}, 256, False),
+        ({"disable_decode_cuda_graph": True, "cuda_graph_config": {"decode": {"backend": "full", "max_bs": 96}}}, 96, True),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled"}}, "cuda_graph_backend_decode": "full"}, 0, True),
+        ({"cuda_graph_config": {"decode": {"bs": [1, 8, 40]}}, "cuda_graph_max_bs_decode": 64}, 40, True),
+        ({"cuda_graph_config": {"prefill": {"backend": "disabled"}}, "cuda_graph_bs_decode": [2, 4]}, 4, False),
+    ],
+)
+def test_graphs_follow_sglangs_order_of_precedence(arguments: dict[str, Any], batch: int, has_prefill_graphs: bool) -> None:
+    settings = server_settings(spec_of(1, **arguments), facts(GROUPED), gpu("h100-80"))
+    assert settings.graph_batch == batch
+    assert (settings.num_prefill_graphs > 0) is has_prefill_graphs

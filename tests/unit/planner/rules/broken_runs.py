@@ -391,6 +391,16 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DRAFTS, "--rollout-batch-size 64 --sglang-cuda-graph-max-bs-decode 96"),
     ),
     "PLAN-GRAPH-BATCH": (Run(DENSE, "--sglang-max-running-requests 512 --sglang-cuda-graph-max-bs-decode 128"),),
+    "PLAN-NO-GRAPHS": (
+        Run(DENSE, "--sglang-disable-cuda-graph"),
+        Run(DENSE, "--sglang-disable-decode-cuda-graph --sglang-cuda-graph-bs-decode 64"),
+        Run(DENSE, "--sglang-cuda-graph-backend-decode disabled"),
+        Run(DENSE, """--sglang-cuda-graph-config '{"decode": {"backend": "disabled"}}'"""),
+    ),
+    "PLAN-FEW-REQUESTS": (
+        Run(DENSE, "--rollout-concurrency 16"),
+        Run(DENSE, "--sglang-max-running-requests 4"),
+    ),
     "PLAN-CHECKPOINT-GPU": (Run(FP8, gpu="a100-80"),),
     "PLAN-CONTEXT-LENGTH": (Run(DENSE, "--sglang-context-length 65536"),),
     "PLAN-RESPONSE-CONTEXT": (

@@ -126,7 +126,7 @@ def test_rejected_drafts_make_rollouts_slower_than_none() -> None:
 
 
 def test_fewer_requests_in_flight_take_as_long_as_engines_that_run_fewer() -> None:
-    wave = f"{GLM4_9B_SEPARATE} --rollout-max-response-len 512 --rollout-batch-size 64 --n-samples-per-prompt 16"
+    wave = f"{GLM4_9B_SEPARATE} --rollout-max-response-len 512 --rollout-batch-size 32 --n-samples-per-prompt 16"
     flight, slots, both = (
         phase(estimate_of(f"{wave} {flags}"), "rollout").duration_s
         for flags in (

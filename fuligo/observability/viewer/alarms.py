@@ -13,6 +13,8 @@ MIN_BASE_STEPS = 3
 """Minimum number of good steps for a comparison."""
 LEARNED_REWARD = 0.9
 """Mean reward from which a task with rewards up to 1 counts as learned."""
+MANY_TRUNCATED = 0.25
+"""Share of truncated responses above which many are truncated."""
 LASTING_STEPS = 3
 """Consecutive steps that some alarms need, because a single step may be an outlier."""
 
@@ -144,8 +146,13 @@ def _above(limit: float) -> Callable[[Values], list[bool]]:
     return lambda values: [value is not None and value > limit for value in values]
 
 
+def _first_values(values: Values, number: int = 5) -> float | None:
+    """Return the median of the first values; None if there are none."""
+    return median(finite(values[:10])[:number])
+
+
 def _entropy_collapses(values: Values) -> list[bool]:
-    start = median(finite(values[:10])[:5])
+    start = _first_values(values)
     return [start is not None and row >= 5 and value is not None and value < 0.1 * start for row, value in enumerate(values)]
 
 
@@ -156,13 +163,29 @@ def _learned(metrics: MetricColumns) -> list[bool]:
     """
     rewards = metrics.column("rollout/reward_mean")
     equal = metrics.column("rollout/zero_std_ratio")
-    start = median(finite(rewards[:10])[:5])
+    start = _first_values(rewards)
     return [
         reward is not None
         and start is not None
         and (LEARNED_REWARD <= reward <= 1 or (same is not None and same > 0.5 and reward > start and reward >= 0.9 * max(finite(rewards))))
         for reward, same in zip(rewards, equal, strict=True)
     ]
+
+
+def _halves(values: Values) -> list[bool]:
+    start = _first_values(values, 3)  # a policy can halve its answers in five steps
+    return [start is not None and row >= 3 and value is not None and value < 0.5 * start for row, value in enumerate(values)]
+
+
+def _stops_late_or_earns_no_more(metrics: MetricColumns) -> list[bool]:
+    """Return whether shorter responses are no sign of an exploited reward, by row.
+
+    They are none where many of the first responses were truncated, so that the policy has learned to stop, or the reward has not risen.
+    """
+    rewards, truncated = metrics.column("rollout/reward_mean"), _first_values(metrics.column("rollout/truncated_ratio"))
+    start = _first_values(rewards)
+    stops_late = truncated is not None and truncated > MANY_TRUNCATED
+    return [stops_late or reward is None or start is None or reward <= start for reward in rewards]
 
 
 def _most_run(metrics: MetricColumns) -> list[bool]:
@@ -181,7 +204,8 @@ def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
         "compared": f"{worst:.3g}{times}",
         "compared_nats": f"{worst:.3g} nats{times}",
         "low": min(shown),
-        "start": median(finite(values[:10])[:5]) or 0.0,
+        "start": _first_values(values) or 0.0,
+        "first": _first_values(values, 3) or 0.0,
         "total": sum(shown),
     }
 
@@ -199,6 +223,11 @@ _KL_GROWS = "It reaches {compared_nats}. Read samples: the policy may be exploit
 _COLLAPSED = (
     "It fell from {start:.3g} to {low:.3g} nats while the task is not learned: the samples of a group are nearly identical, so there is "
     "little left to learn from. Resume from an earlier checkpoint with a smaller learning rate, a higher temperature or --entropy-coef."
+)
+_SHORTER = (
+    "Their mean length fell from {first:.3g} to {low:.3g} tokens while the reward rose: the policy may be exploiting the reward. Read "
+    "samples with the highest rewards. If their answers are too short, evaluate something that the reward does not check, and train on "
+    "prompts, or with a reward, that ask for whole answers; then resume from a checkpoint before the decline."
 )
 _GRADIENT_JUMPS = "It reaches {compared}. Look at the samples of that step for very long responses or rewards out of range."
 _TRUNCATED = (
@@ -232,7 +261,16 @@ WATCHES = (
     _Watch("train/kl", "warning", "KL to the reference is growing", _rises(5, 0.1), _KL_GROWS, LASTING_STEPS),
     _Watch("train/entropy", "warning", "Entropy has collapsed", _entropy_collapses, _COLLAPSED, LASTING_STEPS, _learned),
     _Watch("train/grad_norm", "warning", "The gradient norm jumps", _rises(10, 0.0), _GRADIENT_JUMPS),
-    _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(0.25), _TRUNCATED, LASTING_STEPS),
+    _Watch(
+        "rollout/response_len_mean",
+        "warning",
+        "Responses have become short",
+        _halves,
+        _SHORTER,
+        LASTING_STEPS,
+        _stops_late_or_earns_no_more,
+    ),
+    _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(MANY_TRUNCATED), _TRUNCATED, LASTING_STEPS),
     _Watch("rollout/zero_std_ratio", "note", "Most groups have equal rewards", _above(0.8), _EQUAL, LASTING_STEPS),
     _Watch("engine/num_waiting_mean", "warning", "Most requests wait in the engines", _above(0), _WAITING, LASTING_STEPS, _most_run),
     _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _FAILED),

@@ -94,6 +94,31 @@ def test_low_entropy_is_no_alarm_once_the_task_is_learned(tmp_path: Path, reward
     assert ("train/entropy" in [alarm.key for alarm in found]) == is_alarm
 
 
+SHRINKING = [119.0, 117.0, 110.0, 104.0, 96.0, 88.0, 71.0, 58.0, 49.0, 40.0, 18.0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rewards", "truncated", "is_alarm"),
+    [
+        (SHRINKING, np.linspace(0.3, 0.98, 11).tolist(), 0.05, True),  # instructions that a short answer follows best
+        ([20.2, 18.6, 14.3, 11.4, 10.7, 9.6, 9.5, 9.1, 8.9, 8.7, 8.4], np.linspace(-1.5, -0.8, 11).tolist(), 0.0, True),  # a penalty
+        (SHRINKING, np.linspace(0.3, 0.98, 11).tolist(), 0.6, False),  # a base model that learns to stop
+        (SHRINKING, [0.3] * 11, 0.05, False),  # nothing is gained by it
+        ([100.0] * 3 + [55.0] * 8, np.linspace(0.3, 0.98, 11).tolist(), 0.0, False),  # somewhat more concise
+        (SHRINKING[::-1], np.linspace(0.3, 0.98, 11).tolist(), 0.0, False),
+    ],
+)
+def test_answers_that_shrink_while_the_reward_rises_raise_an_alarm(
+    tmp_path: Path, lengths: list[float], rewards: list[float], truncated: float, is_alarm: bool
+) -> None:
+    found = rows(tmp_path, rollout__response_len_mean=lengths, rollout__reward_mean=rewards, rollout__truncated_ratio=[truncated] * 11)
+    shrinking = [alarm for alarm in found if alarm.key == "rollout/response_len_mean"]
+    assert bool(shrinking) == is_alarm
+    if is_alarm:
+        assert shrinking[0].title == "Responses have become short since step 7"
+        assert "while the reward rose: the policy may be exploiting the reward" in shrinking[0].text
+
+
 def test_requests_that_wait_for_memory_raise_an_alarm(tmp_path: Path) -> None:
     """Means of a run whose engine had found little free memory at its start, and of one whose first wave waited for prefill."""
     (alarm,) = rows(tmp_path, engine__num_running_mean=[105, 100, 109, 126], engine__num_waiting_mean=[677, 499, 595, 665])

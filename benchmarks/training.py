@@ -193,7 +193,7 @@ def random_sample(index: int, length: int, vocab_size: int, rng: np.random.Gener
 
 
 def measure_rank(name: str, options: argparse.Namespace) -> None:
-    from fuligo.trainer.ranks.worker import build_worker
+    from fuligo.trainer.ranks.rank import build_worker
     from fuligo.trainer.ranks.world import join_world
     from fuligo.trainer.shares import step_shares
 

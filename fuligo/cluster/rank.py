@@ -31,7 +31,8 @@ class TrainerRank:
         _redirect_output(Path(log_file))
         use_interface_of(host)
         raise_open_files()
-        from fuligo.trainer.ranks.rank import Rank, RankExecutor
+        from fuligo.trainer.ranks.executor import RankExecutor
+        from fuligo.trainer.ranks.rank import Rank
 
         self._rank = rank
         self._executor = RankExecutor(Rank(rank, size, host=host))

@@ -5,7 +5,7 @@ experts. Here the tokens of an expert pass through its A and B in addition to it
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
-
-if TYPE_CHECKING:
-    from fuligo.models.quantised_linear import QuantisedWeight
 
 ADAPTED_EXPERTS = "fuligo_adapted"
 """Name under which models select this implementation of experts: `set_experts_implementation(ADAPTED_EXPERTS)`."""
@@ -82,7 +79,15 @@ def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     return weighted[in_order].unflatten(0, (num_tokens, top_k)).sum(1).to(hidden.dtype)
 
 
-def _product(rows: Tensor, weight: "Tensor | QuantisedWeight", ends: Tensor, adapter: ExpertsAdapter | None, matrix: str) -> Tensor:
+class StoredMatrices(Protocol):
+    """Matrices of all experts of a layer that are not held as a tensor, such as `quantised_linear.QuantisedWeight`."""
+
+    def product(self, rows: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """Multiply rows [S, inputs], sorted by expert, by their expert's matrix; `ends` [E] int32 is the end of each expert's rows."""
+        ...
+
+
+def _product(rows: Tensor, weight: Tensor | StoredMatrices, ends: Tensor, adapter: ExpertsAdapter | None, matrix: str) -> Tensor:
     """Multiply rows [S, inputs], sorted by expert, by matrices [E, outputs, inputs], and add the adapter's update if it is on."""
     if isinstance(weight, Tensor):
         rows = rows.to(weight.dtype)

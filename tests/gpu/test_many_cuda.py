@@ -12,7 +12,8 @@ from fuligo.config.files import save_yaml
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import base_tensors
 from fuligo.trainer.ranks.commands import Command, call_rank
-from fuligo.trainer.ranks.rank import Rank, RankExecutor
+from fuligo.trainer.ranks.executor import RankExecutor
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.shared import SharedTrainer
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings

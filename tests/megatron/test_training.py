@@ -17,8 +17,8 @@ from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
+from fuligo.trainer.ranks.rank import build_worker
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainedParameters, TrainerSettings
-from fuligo.trainer.ranks.worker import build_worker
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import StepShare
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings

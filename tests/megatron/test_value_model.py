@@ -20,8 +20,8 @@ from fuligo.config.groups import OptimizerFlags
 from fuligo.errors import CheckpointError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.ranks.rank import build_worker
 from fuligo.trainer.ranks.settings import CriticSettings, TrainerSettings
-from fuligo.trainer.ranks.worker import build_worker
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import StepResult, TrainBatch, TrainSample

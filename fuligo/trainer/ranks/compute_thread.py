@@ -4,10 +4,18 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 Work = tuple[Callable[[], Any], Future[Any]]
 """Function to run, and the future of its result."""
+
+
+class Compute(Protocol):
+    """Thread, or one run's share of a thread, that runs functions one after another."""
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]: ...
+
+    def stop(self) -> None: ...
 
 
 class ComputeThread:

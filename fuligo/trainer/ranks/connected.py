@@ -20,8 +20,8 @@ from typing import Any
 
 from fuligo.trainer.ranks.commands import Answer, R, SharedCommand
 from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import RankHandle, RankLostError
-from fuligo.trainer.ranks.rank import RankExecutor
 from fuligo.trainer.ranks.signed import ForgedMessageError, SignedConnection
 
 END_TIMEOUT_S = 10.0

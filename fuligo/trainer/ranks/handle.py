@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from fuligo.trainer.ranks.commands import LEAVE, Answer, Command, R, SharedCommand
-from fuligo.trainer.ranks.rank import RankExecutor
+from fuligo.trainer.ranks.executor import RankExecutor
 
 if TYPE_CHECKING:
     from fuligo.trainer.ranks.worker import RankWorker

@@ -1,17 +1,16 @@
-"""Trainer rank on the side that computes: the object whose methods commands call, and the threads that run them."""
+"""Trainer rank on the side that computes: the object whose methods commands call."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fuligo.engines.host import is_loopback, listening_store, use_loopback_interface
 from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
-from fuligo.trainer.ranks.commands import Answer, Command, R
-from fuligo.trainer.ranks.compute_thread import ComputeThread
+from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from fuligo.trainer.packing import Cost
     from fuligo.trainer.ranks.settings import TrainerSettings
-    from fuligo.trainer.ranks.shared import RunShare
     from fuligo.trainer.ranks.worker import RankWorker
     from fuligo.trainer.ranks.world import Rendezvous, World
 
@@ -72,10 +70,10 @@ class Rank:
         with collector_paused():
             import torch
 
-            from fuligo.trainer.ranks import worker, world
+            from fuligo.trainer.ranks import world
 
             world.set_environment(settings)
-            worker.import_worker(settings)
+            import_worker(settings)
         if torch.cuda.is_initialized():
             raise TrainerError(
                 "cannot start a standby rank: an imported module, such as a hook's, initialized CUDA, which takes GPU memory; make it "
@@ -84,10 +82,7 @@ class Rank:
 
     def load(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> Cost | None:
         """Form the process group through `rendezvous` (None: the only rank) and build the worker; return the worker's `balance_by`."""
-        joined = self.join(settings, rendezvous)
-        from fuligo.trainer.ranks import worker
-
-        self._worker = worker.build_worker(settings, joined)
+        self._worker = build_worker(settings, self.join(settings, rendezvous))
         return self._worker.balance_by
 
     def join(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> World:
@@ -136,39 +131,26 @@ class Rank:
         self._store = None
 
 
-class RankExecutor:
-    """Executor of a rank's commands: queued ones run one after another in a compute thread, others, such as pings, at once.
+def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
+    """Build the worker of this rank with the backend of the settings. A collective.
 
-    Args:
-        compute: thread of the queued commands; None: a new one.
+    Raises:
+        CheckpointError: weights cannot be read.
+        TrainerError: the backend cannot run the model.
+        ConfigError: the settings do not fit the model or the ranks, such as the lists of trained parameters or the parallel layout.
     """
+    return import_worker(settings)(settings, world)
 
-    def __init__(self, rank: Rank, compute: ComputeThread | RunShare | None = None) -> None:
-        self.rank = rank
-        self._compute = ComputeThread(f"trainer-rank-{rank.number}") if compute is None else compute
 
-    def answer(self, command: Callable[[], Command[R]], *, is_queued: bool) -> Future[Answer[R]]:
-        """Run a command and return the future of its answer.
+def import_worker(settings: TrainerSettings) -> Callable[[Any, World], RankWorker]:
+    """Import the backend of the settings and return its worker class."""
+    if isinstance(settings, MegatronTrainerSettings):
+        with collector_paused():
+            from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
-        Args:
-            command: function that returns the command; called in the thread that runs it, because unpickling may import torch and take
-                seconds.
-            is_queued: as `Command.is_queued`.
-        """
-        if is_queued:
-            return self._compute.submit(lambda: self._run(command))
-        answered: Future[Answer[R]] = Future()
-        answered.set_running_or_notify_cancel()
-        threading.Thread(target=lambda: answered.set_result(self._run(command)), daemon=True).start()
-        return answered
+        return MegatronRankWorker
+    assert isinstance(settings, TorchTrainerSettings)
+    with collector_paused():
+        from fuligo.trainer.torch_backend.worker import TorchRankWorker
 
-    def stop(self) -> None:
-        """Stop the compute thread after the queued commands, and close the rendezvous store."""
-        self._compute.stop()
-        self.rank.close_store()
-
-    def _run(self, command: Callable[[], Command[R]]) -> Answer[R]:
-        try:
-            return Answer(command().run(self.rank))
-        except BaseException as error:
-            return Answer(error=error)
+    return TorchRankWorker

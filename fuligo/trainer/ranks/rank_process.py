@@ -15,7 +15,8 @@ def main() -> None:
     os.set_inheritable(options.connection, False)  # otherwise child processes of hooks would keep it open
 
     from fuligo.trainer.ranks.connected import serve
-    from fuligo.trainer.ranks.rank import Rank, RankExecutor
+    from fuligo.trainer.ranks.executor import RankExecutor
+    from fuligo.trainer.ranks.rank import Rank
 
     serve(Connection(options.connection), RankExecutor(Rank(options.rank, options.size)))
 

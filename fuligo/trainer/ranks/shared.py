@@ -13,7 +13,8 @@ from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
 from fuligo.trainer.ranks.commands import Answer, Command, R
 from fuligo.trainer.ranks.compute_thread import Work, start_thread
-from fuligo.trainer.ranks.rank import Rank, RankExecutor
+from fuligo.trainer.ranks.executor import RankExecutor
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 if TYPE_CHECKING:

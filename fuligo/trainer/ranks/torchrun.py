@@ -29,8 +29,9 @@ from fuligo.errors import ConfigError, TrainerError
 from fuligo.quantities import count
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, RankConnection, serve
+from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
-from fuligo.trainer.ranks.rank import Rank, RankExecutor
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.signed import SignedConnection
 from fuligo.trainer.ranks.world import Rendezvous
 

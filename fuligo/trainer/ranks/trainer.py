@@ -14,8 +14,9 @@ from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks import supervision
 from fuligo.trainer.ranks.commands import END_SAVE, Command, R, SharedCommand, call, call_rank
 from fuligo.trainer.ranks.connected import start_process
+from fuligo.trainer.ranks.executor import RankExecutor
 from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
-from fuligo.trainer.ranks.rank import Rank, RankExecutor
+from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.standby import StandbyRanks
 from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place

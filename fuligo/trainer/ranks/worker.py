@@ -3,7 +3,7 @@
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,10 +16,8 @@ from torch import Tensor
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import no_value_model
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
-from fuligo.limits import collector_paused
 from fuligo.trainer.adapter_sender import AdapterSender
 from fuligo.trainer.host_memory import HostMemory
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.profiling import Timeline, profiled
@@ -27,7 +25,6 @@ from fuligo.trainer.ranks.settings import CriticSettings, TrainerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import Progress, StepGradients, total
-from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.types import FloatArray, StepResult
 from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.senders import WeightSender
@@ -314,28 +311,3 @@ def _means(replicas: Sequence[Sequence[StepGradients]]) -> dict[str, float]:
     for of_model in zip(*replicas, strict=True):
         means |= total([gradients.sums for gradients in of_model]).means()
     return means
-
-
-def build_worker(settings: TrainerSettings, world: World) -> RankWorker[Any, Any, Any]:
-    """Build the worker of this rank with the backend of the settings. A collective.
-
-    Raises:
-        CheckpointError: weights cannot be read.
-        TrainerError: the backend cannot run the model.
-        ConfigError: the settings do not fit the model or the ranks, such as the lists of trained parameters or the parallel layout.
-    """
-    return import_worker(settings)(settings, world)
-
-
-def import_worker(settings: TrainerSettings) -> Callable[[Any, World], RankWorker[Any, Any, Any]]:
-    """Import the backend of the settings and return its worker class."""
-    if isinstance(settings, MegatronTrainerSettings):
-        with collector_paused():
-            from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
-
-        return MegatronRankWorker
-    assert isinstance(settings, TorchTrainerSettings)
-    with collector_paused():
-        from fuligo.trainer.torch_backend.worker import TorchRankWorker
-
-    return TorchRankWorker

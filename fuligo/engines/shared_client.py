@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from fuligo.engines.answers import WeightLabel
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import Overdue
-from fuligo.engines.engine import PauseMode
+from fuligo.engines.engine import InferenceEngine, PauseMode
 from fuligo.engines.generation import Generation, ModelInfo
 from fuligo.errors import EngineError
-from fuligo.formats.weight_manifest import AdapterPayload
+from fuligo.formats.weight_manifest import AdapterPayload, EngineAddress
 from fuligo.quantities import count
 
 T = TypeVar("T")
@@ -132,3 +132,10 @@ class SharedEngineClient(EngineClient):
             return answer
 
         return await super()._requested(f"{self.run}/{rid}", body, with_adapter, timeout_s)
+
+
+def client_of(engine: EngineAddress) -> InferenceEngine:
+    """Return a client through which a trainer rank sends weights to an engine."""
+    if engine.run is None:
+        return EngineClient(engine.url, engine.keys, number=engine.number)
+    return SharedEngineClient(engine.url, RunRequests(engine.run), keys=engine.keys, number=engine.number)

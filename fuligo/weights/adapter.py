@@ -5,15 +5,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fuligo.engines.client import EngineClient
-from fuligo.engines.shared_client import RunRequests, SharedEngineClient
+from fuligo.engines.shared_client import client_of
 from fuligo.errors import EngineError, WeightSyncError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.payload import NamedTensors, SharedCopies
 from fuligo.formats.weight_manifest import (
     DIGEST_SCHEME,
     AdapterPayload,
-    EngineAddress,
     Undelivered,
     WeightManifest,
     WeightsDigest,
@@ -46,12 +44,6 @@ def send_adapter(tensors: NamedTensors, config: AdapterConfig, target: WeightTar
     )
 
 
-def _client(engine: EngineAddress) -> EngineClient:
-    if engine.run is None:
-        return EngineClient(engine.url, engine.keys, number=engine.number)
-    return SharedEngineClient(engine.url, RunRequests(engine.run), keys=engine.keys, number=engine.number)
-
-
 async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTarget, copies: SharedCopies) -> WeightsDigest:
     """Load the adapter into the engines and return its digest.
 
@@ -73,7 +65,7 @@ async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTar
         return (await digesting).checksum
 
     adapter = AdapterPayload(fields, asyncio.ensure_future(payload()), asyncio.ensure_future(checksum()))
-    clients = [_client(engine) for engine in target.engines]
+    clients = [client_of(engine) for engine in target.engines]
     loads = [client.load_adapter(adapter, target.version) for client in clients]
     try:
         outcomes = await asyncio.gather(adapter.tensors, adapter.digest, *loads, return_exceptions=True)

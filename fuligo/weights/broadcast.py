@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import DEFAULT
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.host import listening_store, reachable_by_others
+from fuligo.engines.shared_client import client_of
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, packed
 from fuligo.formats.weight_manifest import EngineAddress
@@ -55,7 +55,7 @@ class BroadcastGroup:
         """Join the group together with the engines. Raises EngineError if one did not join; the others have then left the group."""
         self.engines = tuple(engines)
         self.name = f"fuligo-weights-{next(_numbers)}"
-        self._clients = [EngineClient(engine.url, engine.keys, retries=0, number=engine.number) for engine in engines]
+        self._clients = [client_of(engine) for engine in engines]
         self._loop = asyncio.Runner()
         self._last_call_s = time.monotonic()
         self._loading: asyncio.Task[None] | None = None

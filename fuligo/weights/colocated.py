@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fuligo.engines.client import EngineClient
+from fuligo.engines.shared_client import client_of
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket
 from fuligo.formats.payload import shared_payload
@@ -87,7 +87,7 @@ class OwnEngine:
 
 async def post_payloads(payloads: Sequence[tuple[EngineAddress, list[str]]], version: int | None) -> None:
     """Load a bucket into engines, given a payload for each of their ranks. Raises EngineError if an engine does not load it."""
-    clients = [EngineClient(engine.url, engine.keys, number=engine.number) for engine, _ in payloads]
+    clients = [client_of(engine) for engine, _ in payloads]
     try:
         calls = [client.update_weights_from_tensor(own, version) for client, (_, own) in zip(clients, payloads)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)

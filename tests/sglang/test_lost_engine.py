@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,7 +63,7 @@ class KillingTrainer(RankedTrainer):
 @pytest_asyncio.fixture
 async def fleet(checkpoint: Path, claims: PortClaims, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     soon = ControlDeadlines(bucket=Deadline(20.0))
-    monkeypatch.setattr(colocated, "EngineClient", partial(EngineClient, deadlines=soon))
+    monkeypatch.setattr(colocated, "client_of", lambda engine: EngineClient(engine.url, engine.keys, number=engine.number, deadlines=soon))
     fleet = await Fleet.launch(fleet_settings(checkpoint, claims, tmp_path))
     yield fleet
     await fleet.stop()

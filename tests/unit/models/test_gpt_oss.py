@@ -77,7 +77,7 @@ class Client:
 def test_ranks_that_share_memory_get_biases_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank sets them to zero where they lie. On CPUs, what a rank writes is private to it."""
     bias, matrix = "model.layers.0.mlp.experts.down_proj_bias", "model.layers.0.mlp.experts.down_proj"
-    monkeypatch.setattr(colocated, "EngineClient", Client)
+    monkeypatch.setattr(colocated, "client_of", Client)
     monkeypatch.setattr(senders, "shared_payload", contextlib.nullcontext)
     monkeypatch.setattr(Client, "received", [])
     bucket: Any = [(bias, OnGpu()), (matrix, OnGpu())]

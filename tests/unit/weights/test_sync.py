@@ -5,7 +5,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -242,7 +241,8 @@ async def test_an_engine_whose_scheduler_hangs_is_restarted(
 ) -> None:
     """Its HTTP server still answers; only the timeout of a call reveals the hang."""
     soon_s = 2.0
-    monkeypatch.setattr(colocated, "EngineClient", partial(EngineClient, deadlines=ControlDeadlines(bucket=Deadline(soon_s))))
+    soon = ControlDeadlines(bucket=Deadline(soon_s))
+    monkeypatch.setattr(colocated, "client_of", lambda engine: EngineClient(engine.url, number=engine.number, deadlines=soon))
     monkeypatch.setattr(broadcast, "TIMEOUT", timedelta(seconds=soon_s))
     hangs = {0: Fault(path, "hangs")}
     async with open_world(transport, hangs, num_engines=1, call_timeout_s=soon_s, health_timeout_s=soon_s) as world:

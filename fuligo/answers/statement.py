@@ -62,8 +62,8 @@ def stated_answer(text: str) -> str | None:
     marker = None
     for marker in _MARKER.finditer(text):  # noqa: B007
         pass
-    if marker is not None and (said := _said(text[marker.end() :])):
-        return said
+    if marker is not None and (stated := _stated_answer(text[marker.end() :])):
+        return stated
     return _whole(text) or _last_term(text[-_MAX_TAIL_CHARS:])
 
 
@@ -95,7 +95,7 @@ def _boxed(text: str) -> str | None:
     return ", ".join(reversed(contents))
 
 
-def _said(text: str) -> str | None:
+def _stated_answer(text: str) -> str | None:
     """Return the answer in the first line or sentence of the text after a marker: all of it, or its first terms; None if it has none."""
     text = text.lstrip(" \t\n*:")[:_MAX_TAIL_CHARS]
     end = _SENTENCE_END.search(text)

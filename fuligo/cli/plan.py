@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     gpu = gpu or (DEFAULT_GPU if found is None else found.name)
     notes += _without_effect(config, assumed)
     plan = make_plan(config, gpu, plan_name(config, job), host_memory_bytes=host_memory_bytes, assumed=assumed)
-    plan = replace(plan, findings=(*_refused_at_start(plan, config), *plan.findings, *_short_of_disk(plan, config)))
+    plan = replace(plan, findings=(*_refused_at_start(plan, config), *plan.findings, *_disk_warnings(plan, config)))
     plan = replace(plan, findings=with_places(plan.findings, parsed.places))
     is_broken = any(finding.severity is Severity.ERROR for finding in plan.findings)
     if is_broken:
@@ -114,7 +114,7 @@ def _refused_at_start(plan: Plan, config: Config) -> Iterator[Finding]:
             yield Finding("PLAN-DATA", Severity.ERROR, problem, ())
 
 
-def _short_of_disk(plan: Plan, config: Config) -> Iterator[Finding]:
+def _disk_warnings(plan: Plan, config: Config) -> Iterator[Finding]:
     """Yield a warning if checkpoints do not fit on the disk; skipped if the model is not here, since the run then starts elsewhere."""
     model = config.model.hf_checkpoint
     if plan.disk is None or model is None or not Path(model).is_dir():

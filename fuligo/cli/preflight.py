@@ -143,12 +143,12 @@ def _stop_tokens(config: Config) -> Iterator[str]:
         yield f"{problem}; use ids of the vocabulary"
 
 
-def slips(config: Config) -> list[str]:
+def likely_mistakes(config: Config) -> list[str]:
     """Return warnings about valid settings that may be mistakes, for a config that passed `preflight`."""
-    return [*_begins_anew(config), *_plain_prompts(config), *_shadowed_megatron(config)]
+    return [*_missing_checkpoint(config), *_plain_prompts(config), *_shadowed_megatron(config)]
 
 
-def _begins_anew(config: Config) -> Iterator[str]:
+def _missing_checkpoint(config: Config) -> Iterator[str]:
     load = config.checkpoint.load
     if load is None or resolve(Path(load), config.checkpoint.ckpt_step) is not None:
         return

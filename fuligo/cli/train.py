@@ -79,7 +79,7 @@ def prepare(
 
     # Imported late: help and wrong flags should not wait for these imports.
     from fuligo.cli.console import show_choice, show_warning
-    from fuligo.cli.preflight import preflight, slips
+    from fuligo.cli.preflight import likely_mistakes, preflight
 
     known = set[str]() if shown is None else shown
 
@@ -94,5 +94,5 @@ def prepare(
     config = with_weights(config)
     apply_environment(config)
     preflight(config)
-    show(slips(config), show_warning)
+    show(likely_mistakes(config), show_warning)
     return config

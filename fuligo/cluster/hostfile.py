@@ -75,7 +75,7 @@ def head_of(hosts: Sequence[Host]) -> Host | None:
 def require_listed_once(head: Host | None, hosts: Sequence[Host]) -> None:
     """Check that no other line names this machine, whose GPUs would count twice. Raises ConfigError if one does."""
     for host in hosts:
-        if head is not None and host != head and _leads_here(host.address):
+        if head is not None and host != head and _is_own_address(host.address):
             raise ConfigError(
                 f"--hostfile: {head.address} and {host.address} are both this machine ({socket.gethostname()}); remove one of the lines"
             )
@@ -105,7 +105,7 @@ def _is_here(address: str) -> bool:
     return False
 
 
-def _leads_here(address: str) -> bool:
+def _is_own_address(address: str) -> bool:
     """Return whether packets to the address stay on this machine, except for loopback addresses, which name several hosts in tests."""
     with suppress(OSError):
         ip = own_address([f"http://{bracketed(address)}"])

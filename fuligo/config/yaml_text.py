@@ -52,8 +52,8 @@ def construct(node: yaml.Node) -> Any:
     try:
         return SafeConstructor().construct_document(node)
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError, RecursionError) as error:  # PyYAML lets them through
-        said = " ".join(str(error).split()) if isinstance(error, ValueError | RecursionError) else "a value does not fit its tag"
-        raise yaml.MarkedYAMLError(problem=said, problem_mark=node.start_mark) from None
+        problem = " ".join(str(error).split()) if isinstance(error, ValueError | RecursionError) else "a value does not fit its tag"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
 def entries(node: yaml.MappingNode, file: Path, problems: list[str]) -> Iterator[tuple[str, yaml.Node, str]]:
@@ -79,10 +79,10 @@ def yaml_problem(error: Exception) -> str:
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     mark = error.problem_mark or error.context_mark
-    said = ", ".join(part for part in (error.context, error.problem) if part)
-    if said.endswith("cannot start any token"):
-        said += ": a tab, @, ` or %; indent with spaces, and put text that begins like this in quotes"
-    return said if mark is None else f"{said} (line {mark.line + 1}, column {mark.column + 1})"
+    problem = ", ".join(part for part in (error.context, error.problem) if part)
+    if problem.endswith("cannot start any token"):
+        problem += ": a tab, @, ` or %; indent with spaces, and put text that begins like this in quotes"
+    return problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _too_deep(place: yaml.Event | yaml.Node) -> yaml.YAMLError:

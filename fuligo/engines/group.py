@@ -223,7 +223,7 @@ class EngineGroup:
 
     async def abort_all(self) -> None:
         self._aborts.number += 1
-        await self.tell(lambda everyone: everyone._all(lambda client: client.abort_all()))
+        await self.control(lambda everyone: everyone._all(lambda client: client.abort_all()))
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         await self._all(lambda client: client.update_weights_from_disk(path, version))
@@ -255,7 +255,7 @@ class EngineGroup:
             self.clients += engines
             await self.membership.admit(engines)
 
-    async def tell(self, call: Callable[[EngineGroup], Awaitable[object]]) -> None:
+    async def control(self, call: Callable[[EngineGroup], Awaitable[object]]) -> None:
         """Make a control call to every engine, including those that wait for weights; no-op if all of them are lost."""
         everyone = self.everyone
         while True:

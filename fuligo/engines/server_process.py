@@ -30,13 +30,13 @@ def end_marked(mark: str, name: str, timeout_s: float) -> None:
     seen: set[tuple[int, str]] = set()
     while True:
         for pid in _marked(mark):  # repeatedly, since they may start others
-            seen.add((pid, _birth(pid) or ""))
+            seen.add((pid, _start_time(pid) or ""))
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         # A process that is ending loses its environment first and releases its devices later.
-        running = [pid for pid, birth in seen if birth and _birth(pid) == birth]
+        running = [pid for pid, start_time in seen if start_time and _start_time(pid) == start_time]
         if not running:
             return
         if time.monotonic() > deadline:
@@ -58,7 +58,7 @@ def _marked(mark: str) -> Iterator[int]:
             continue
 
 
-def _birth(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Return the start time of a process, which distinguishes it from later ones with the same id; None when it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -165,7 +165,7 @@ class WeightManifest:
     """Digest of an adapter that was sent unmerged, for comparison with the digest that an engine reports; None if none was."""
     trained: WeightsDigest | None = None
     """Digest of the adapter that was sent or merged, in the data type of the sync; None without one."""
-    unheard: tuple[str, ...] = ()
+    unconfirmed: tuple[str, ...] = ()
     """URLs of engines with several ranks that answered for their first rank only: another may have failed to load the weights."""
 
 

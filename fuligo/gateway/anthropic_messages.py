@@ -52,12 +52,12 @@ def _messages(message: dict[str, Any]) -> Messages:
     blocks = objects(content, "messages")
     if role == "user":
         results = [block for block in blocks if block.get("type") == "tool_result"]
-        said: Messages = [
+        converted: Messages = [
             {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content") or "", "messages")}
             for block in results
         ]
         texts = [block for block in blocks if block.get("type") != "tool_result"]
-        return [*said, {"role": "user", "content": _text(texts, "messages")}] if texts else said
+        return [*converted, {"role": "user", "content": _text(texts, "messages")}] if texts else converted
     answer: dict[str, Any] = {"role": "assistant", "content": ""}
     thoughts = [str(block.get("thinking") or "") for block in blocks if block.get("type") == "thinking"]
     calls = [block for block in blocks if block.get("type") == "tool_use"]

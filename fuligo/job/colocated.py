@@ -135,9 +135,9 @@ class ColocatedDevices:
     async def _resume_sampling(self) -> None:
         await self._resume("kv_cache")
         for group in self._others:
-            await group.tell(lambda everyone: everyone.resume_memory())
+            await group.control(lambda everyone: everyone.resume_memory())
         for group in self._groups:
-            await group.tell(lambda everyone: everyone.resume())
+            await group.control(lambda everyone: everyone.resume())
 
     async def _hold_starts(self) -> None:
         """Keep engines from starting until the engines' next turn. Wait for those that are starting, so that they get the same commands."""
@@ -168,15 +168,15 @@ class ColocatedDevices:
     async def _release_now(self, tag: MemoryTag) -> None:
         if tag == "kv_cache":
             for group in self._groups:
-                await group.tell(lambda everyone: everyone.pause("abort"))  # an engine with requests in flight releases nothing
+                await group.control(lambda everyone: everyone.pause("abort"))  # an engine with requests in flight releases nothing
             for group in self._others:
-                await group.tell(lambda everyone: everyone.release_memory())
+                await group.control(lambda everyone: everyone.release_memory())
         self._held.discard(tag)
-        await self._engines.tell(lambda everyone: everyone.release_memory(tag))
+        await self._engines.control(lambda everyone: everyone.release_memory(tag))
 
     async def _resume(self, tag: MemoryTag) -> None:
         if tag not in self._held:
-            await self._engines.tell(lambda everyone: everyone.resume_memory(tag))
+            await self._engines.control(lambda everyone: everyone.resume_memory(tag))
             self._held.add(tag)
 
 

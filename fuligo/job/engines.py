@@ -50,7 +50,7 @@ def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
     `cluster` knows the nodes of ranks and engines; None: all are on this machine. Raises ConfigError if the transport cannot reach all
     engines and their ranks.
     """
-    transport = _reaching(config, cluster)
+    transport = _resolve_transport(config, cluster)
     stages = max((group.pp_size for group in engine_groups(config) if group.model == policy_model(config)), default=1)
     if transport == "tensor" and stages > 1:
         raise ConfigError(
@@ -60,7 +60,7 @@ def choose_transport(config: Config, cluster: RayCluster | None) -> Transport:
     return transport
 
 
-def _reaching(config: Config, cluster: RayCluster | None) -> Transport:
+def _resolve_transport(config: Config, cluster: RayCluster | None) -> Transport:
     """Resolve auto: shared memory on one machine, broadcast between GPUs and machines, files for engines that the run did not start.
 
     Raises ConfigError if the given transport does not reach the engines.
@@ -157,13 +157,13 @@ class Engines:
                 if fleet is not policy or not are_synced:
                     fleet.sync_restarted = fleet.serve_as_loaded
                 fleet.devices = self.devices
-                await stack.enter_async_context(while_watching(self._noting(fleet.watch())))
+                await stack.enter_async_context(while_watching(self._keep_failure(fleet.watch())))
             if self.launched.process is not None:
-                await stack.enter_async_context(while_watching(self._noting(self.launched.process.watch())))
+                await stack.enter_async_context(while_watching(self._keep_failure(self.launched.process.watch())))
             self.are_watched = True
             yield
 
-    async def _noting(self, watch: Coroutine[Any, Any, None]) -> None:
+    async def _keep_failure(self, watch: Coroutine[Any, Any, None]) -> None:
         """Await a watch, and keep the error with which it ends."""
         try:
             await watch

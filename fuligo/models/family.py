@@ -14,11 +14,11 @@ from fuligo.models.names import NameTable
 class ModelArgs:
     """Rules for converting a family's MODEL_ARGS to the keys of its config.json."""
 
-    told_by: Mapping[str, object] | None = None
+    identified_by: Mapping[str, object] | None = None
     """Flags that identify the family's MODEL_ARGS, with their values (True: any value except 0). None: only a config.json or `--spec` does;
     otherwise its MODEL_ARGS are read as those of an older family with the same layers."""
     precedence: int = 0
-    """Priority if `told_by` of several families matches: the highest wins, and among equals the first in the registry."""
+    """Priority if `identified_by` of several families matches: the highest wins, and among equals the first in the registry."""
     is_latent: bool = False
     needs_experts: bool = False
     num_experts_key: str = "n_routed_experts"

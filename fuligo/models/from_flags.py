@@ -85,7 +85,7 @@ def _family(given: PassThrough) -> str:
         return family
     if (problem := gates_problem(given)) is not None:
         raise ConfigError(problem)
-    precedences = {name: family.model_args.precedence for name, family in FAMILIES.items() if _tell(given, family.model_args)}
+    precedences = {name: family.model_args.precedence for name, family in FAMILIES.items() if _identifies(given, family.model_args)}
     return max(precedences, key=precedences.__getitem__)
 
 
@@ -97,11 +97,11 @@ def gates_problem(given: PassThrough) -> str | None:
     )
 
 
-def _tell(given: PassThrough, args: ModelArgs) -> bool:
+def _identifies(given: PassThrough, args: ModelArgs) -> bool:
     """Return whether MODEL_ARGS contain the flags that identify a family."""
-    if args.told_by is None:
+    if args.identified_by is None:
         return False
-    return all(bool(given.get(flag)) if value is True else given.get(flag) == value for flag, value in args.told_by.items())
+    return all(bool(given.get(flag)) if value is True else given.get(flag) == value for flag, value in args.identified_by.items())
 
 
 def _required(family: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from fuligo.quantities import count
 from fuligo.types import Sample, SampleGroup
 
 REFRESH_PER_S = 4
-MAX_ALIKE = 3
+MAX_SIMILAR = 3
 """Maximum number of warnings shown per call site; further ones are in log.txt only."""
 _BARS = "▁▂▃▄▅▆▇█"
 _OF_A_STEP = ("rollout", "score", "train")
@@ -59,14 +59,14 @@ class _ConsoleHandler(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console
-        self._num_alike: Counter[str] = Counter()
+        self._num_similar: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         place = f"{record.name}:{record.lineno}"
-        self._num_alike[place] += 1
-        if self._num_alike[place] > MAX_ALIKE:
+        self._num_similar[place] += 1
+        if self._num_similar[place] > MAX_SIMILAR:
             return
-        last = " (further warnings of this kind are in log.txt only)" if self._num_alike[place] == MAX_ALIKE else ""
+        last = " (further warnings of this kind are in log.txt only)" if self._num_similar[place] == MAX_SIMILAR else ""
         style = "red" if record.levelno >= logging.ERROR else "yellow"
         self._console.print(Text.assemble((record.levelname.lower(), style), f": {record.getMessage()}{last}"), soft_wrap=True)
 

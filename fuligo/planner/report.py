@@ -91,7 +91,7 @@ def _trainer(layout: ClusterLayout) -> Iterator[Text]:
     etp = layout.etp if layout.ep > 1 or layout.etp != layout.tp else 1
     sizes = _sizes(TP=layout.tp, CP=layout.cp, PP=layout.pp, DP=layout.dp, EP=layout.ep, ETP=etp)
     nodes = ranges(gpu.node for gpu in gpus)
-    yield _labelled("trainer", f"{count(len(gpus), 'GPU')}, {_noun(nodes, 'node')} {nodes}{sizes}")
+    yield _labelled("trainer", f"{count(len(gpus), 'GPU')}, {_plural(nodes, 'node')} {nodes}{sizes}")
     if layout.pp > 1:
         by_rank = [
             list(chunks)
@@ -113,7 +113,7 @@ def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Ite
         else:
             sizes = _sizes(TP=group.tp, PP=group.pp, DP=group.dp, EP=group.ep)
             engines = f"{count(group.num_engines, f'{group.worker_type} engine')}{model} x {count(group.num_gpus_per_engine, 'GPU')}"
-            text = f"{engines}, {_noun(nodes, 'node')} {nodes}{sizes}"
+            text = f"{engines}, {_plural(nodes, 'node')} {nodes}{sizes}"
         yield _labelled("engines" if index == 0 else "", text)
         found = [capacity for capacity in capacities if capacity.group == index]
         for capacity in found:
@@ -128,7 +128,7 @@ def _sizes(**sizes: int) -> str:
     return f": {shown}" if shown else ""
 
 
-def _noun(listed: str, noun: str) -> str:
+def _plural(listed: str, noun: str) -> str:
     return noun if listed.isdigit() else f"{noun}s"
 
 

@@ -46,13 +46,13 @@ def remedies(subject: Subject, host_memory_bytes: int | None = None) -> tuple[Re
         more_nodes = (set_flag("actor_num_nodes", 2 * subject.config.cluster.actor_num_nodes),)
         candidates += [*_trainer_candidates(subject), more_nodes]
     candidates += [] if now.engines_fit else _engine_candidates(subject)
-    trials = [trial for changes in candidates if (trial := _tried(subject, changes, host_memory_bytes))]
+    trials = [trial for changes in candidates if (trial := _try_changes(subject, changes, host_memory_bytes))]
     if not any(trial.shortfall == 0 for trial in trials):
         best: dict[tuple[str | int, ...], _Trial] = {}  # of each kind of change
         for trial in sorted(trials, key=lambda trial: trial.shortfall):
             best.setdefault(trial.changes[0].path, trial)
         pairs = (one.changes + other.changes for one, other in combinations(list(best.values())[:NUM_COMBINED], 2))
-        trials = [trial for changes in pairs if (trial := _tried(subject, changes, host_memory_bytes))]
+        trials = [trial for changes in pairs if (trial := _try_changes(subject, changes, host_memory_bytes))]
     known = violated_rules(subject)
     fitting = [trial for trial in trials if trial.shortfall == 0 and not violated_rules(trial.subject) - known]
     found = [_remedy(subject, trial, now, host_memory_bytes) for trial in fitting]
@@ -69,7 +69,7 @@ class _Trial:
     """Bytes by which the run exceeds its memory, as in `estimate.shortfall`."""
 
 
-def _tried(subject: Subject, changes: Changes, host_memory_bytes: int | None) -> _Trial | None:
+def _try_changes(subject: Subject, changes: Changes, host_memory_bytes: int | None) -> _Trial | None:
     """Try the changes; None if they give no valid config or layout."""
     try:
         changed = replace(subject, config=apply_changes(subject.config, changes))

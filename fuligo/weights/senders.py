@@ -85,9 +85,9 @@ class WeightSender:
             if self._group is not None and self._group.is_streaming:
                 self.close()  # engines wait for the next bucket
             raise
-        return replace(counted.manifest(target.version), unheard=self._unheard(target))
+        return replace(counted.manifest(target.version), unconfirmed=self._unconfirmed(target))
 
-    def _unheard(self, target: WeightTarget) -> tuple[str, ...]:
+    def _unconfirmed(self, target: WeightTarget) -> tuple[str, ...]:
         """Return the URLs of engines of which other ranks than the first may have failed to load the weights, unnoticed.
 
         SGLang answers a call with the outcome of an engine's first rank. Streams report every rank, and an error while a rank loads shared

@@ -75,7 +75,7 @@ class WeightSync:
         self._num_updates = -1
         """Trainer's `num_updates` when `version` was sent."""
         self._warned_of_rounding = False
-        self._warned_of_unheard_ranks = False
+        self._warned_of_unconfirmed_ranks = False
         self.metrics: dict[str, float] = {}
         """Metrics of the last sync."""
         self.version = version
@@ -185,12 +185,12 @@ class WeightSync:
             manifest.num_bytes_sent,
             "" if manifest.adapter is None else f", adapter {manifest.adapter}",
         )
-        if manifest.unheard and self._proof is None and not self._warned_of_unheard_ranks:
-            self._warned_of_unheard_ranks = True
+        if manifest.unconfirmed and self._proof is None and not self._warned_of_unconfirmed_ranks:
+            self._warned_of_unconfirmed_ranks = True
             logger.warning(
                 "%s: SGLang reports only whether the first rank of an engine loaded the weights; an error on another rank is only in the "
                 "engine's log; set --check-weight-update-equal to compare each sync on all ranks",
-                ", ".join(manifest.unheard),
+                ", ".join(manifest.unconfirmed),
             )
         self.metrics = {}
         if manifest.merged.num_elements:

@@ -19,5 +19,5 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
 FAMILY = Family(
     architecture=architecture,
     names=names,
-    model_args=ModelArgs(told_by={"multi_latent_attention": True}, precedence=6, is_latent=True, needs_experts=True),
+    model_args=ModelArgs(identified_by={"multi_latent_attention": True}, precedence=6, is_latent=True, needs_experts=True),
 )

@@ -90,7 +90,7 @@ def towers(config: ConfigJson) -> Part:
     if image is not None:
         total += _image_tower(image) + image.count("hidden_size", default=768) * hidden_size
     if sound is not None:
-        total += _sound_tower(sound) + sound.count("output_proj_dims", default=1536) * hidden_size
+        total += _audio_tower_parameters(sound) + sound.count("output_proj_dims", default=1536) * hidden_size
     return vector(PartKind.VISION_TOWER, total)
 
 
@@ -149,7 +149,7 @@ def _image_tower(config: ConfigJson) -> int:
     return (pixels + 2 * positions) * hidden + config.count("num_hidden_layers", default=16) * layer
 
 
-def _sound_tower(config: ConfigJson) -> int:
+def _audio_tower_parameters(config: ConfigJson) -> int:
     """Return the number of parameters of the audio tower: convolutions before the layers, layers, and output projection."""
     hidden, output = config.count("hidden_size", default=1024), config.count("output_proj_dims", default=1536)
     channels = config.indices("subsampling_conv_channels") or (128, 32)

@@ -33,5 +33,5 @@ FAMILY = Family(
     architecture=architecture,
     names=names,
     fuses_gate_up=True,
-    model_args=ModelArgs(told_by={"post_self_attn_layernorm": True}, precedence=3, specs=("slime_plugins.models.glm4.get_glm_spec",)),
+    model_args=ModelArgs(identified_by={"post_self_attn_layernorm": True}, precedence=3, specs=("slime_plugins.models.glm4.get_glm_spec",)),
 )

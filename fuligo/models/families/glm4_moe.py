@@ -24,5 +24,5 @@ def names(config: ConfigJson, architecture: Architecture) -> NameTable:
 FAMILY = Family(
     architecture=architecture,
     names=names,
-    model_args=ModelArgs(told_by={"num_experts": True, "moe_router_score_function": "sigmoid"}, precedence=5, needs_experts=True),
+    model_args=ModelArgs(identified_by={"num_experts": True, "moe_router_score_function": "sigmoid"}, precedence=5, needs_experts=True),
 )

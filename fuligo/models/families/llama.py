@@ -13,4 +13,6 @@ def architecture(config: ConfigJson) -> Architecture:
     return dense_architecture(config, heads, mlp_bias=config.switch("mlp_bias", default=False))
 
 
-FAMILY = Family(architecture=architecture, names=plain_dense_names, batch_invariant_on=("cpu", "cuda"), model_args=ModelArgs(told_by={}))
+FAMILY = Family(
+    architecture=architecture, names=plain_dense_names, batch_invariant_on=("cpu", "cuda"), model_args=ModelArgs(identified_by={})
+)

@@ -15,5 +15,5 @@ FAMILY = Family(
     architecture=architecture,
     names=plain_dense_names,
     batch_invariant_on=("cpu", "cuda"),
-    model_args=ModelArgs(told_by={"add_qkv_bias": True}, precedence=1),
+    model_args=ModelArgs(identified_by={"add_qkv_bias": True}, precedence=1),
 )

@@ -17,5 +17,5 @@ FAMILY = Family(
     architecture=architecture,
     names=plain_dense_names,
     batch_invariant_on=("cpu", "cuda"),
-    model_args=ModelArgs(told_by={"qk_layernorm": True}, precedence=2),
+    model_args=ModelArgs(identified_by={"qk_layernorm": True}, precedence=2),
 )

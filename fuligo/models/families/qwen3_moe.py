@@ -47,6 +47,6 @@ FAMILY = Family(
     names=names,
     batch_invariant_on=("cpu", "cuda"),
     model_args=ModelArgs(
-        told_by={"num_experts": True}, precedence=4, needs_experts=True, num_experts_key="num_experts", lists_dense_layers=True
+        identified_by={"num_experts": True}, precedence=4, needs_experts=True, num_experts_key="num_experts", lists_dense_layers=True
     ),
 )

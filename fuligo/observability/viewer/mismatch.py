@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from fuligo.observability.viewer.sample_rows import check_size
 
-STANDS_OUT = 3.0
+OUTLIER_RATIO = 3.0
 """Factor by which tokens must differ more than the others to be the cause."""
 UNKNOWN = -1
 """Engine of tokens whose engine was not recorded."""
@@ -109,7 +109,7 @@ def _outstanding(parts: Sequence[Mismatch], key: Callable[[Mismatch], int]) -> l
     worst = max(values, key=lambda value: _mean(part for part in parts if key(part) == value))
     rest = [part for part in parts if key(part) != worst]
     own = [part for part in parts if key(part) == worst]
-    return own if rest and _mean(own) >= STANDS_OUT * _mean(rest) else []
+    return own if rest and _mean(own) >= OUTLIER_RATIO * _mean(rest) else []
 
 
 def _compared(step: int, parts: Sequence[Mismatch], own: Sequence[Mismatch], who: str) -> str:

@@ -120,9 +120,9 @@ class EngineOnHost:
 def engine_on_host(config: Config, spec: EngineGroupSpec, memory: EngineMemory) -> EngineOnHost:
     """Return the host memory per GPU for the servers of one group."""
     shares_gpus = config.cluster.colocate and not config.debug.debug_rollout_only
-    comes_back = shares_gpus and spec.model != policy_model(config)
+    is_restored = shares_gpus and spec.model != policy_model(config)
     draft = memory.draft_weights if shares_gpus and keeps_draft(config, spec) else 0
-    return EngineOnHost(memory.record.host_bytes, memory.weights if comes_back else draft)
+    return EngineOnHost(memory.record.host_bytes, memory.weights if is_restored else draft)
 
 
 def host_items(subject: Subject, layout: ClusterLayout, engines: Mapping[int, EngineOnHost]) -> tuple[MemoryItem, ...]:

@@ -29,7 +29,7 @@ _STATEMENT = re.compile(
     re.IGNORECASE,
 )
 _VERDICT = re.compile(r"(?<![\w'’])([A-Z])(?!\w)[)\]*_]*\s+is\s+(?:therefore\s+)?(?:the\s+)?(?:correct|right|best)\b")
-_LONE = re.compile(r"[(\[]([A-Za-z])[)\]]|(?<![\w'’^/=+-])(?!I [a-z])(?!A [a-z])([A-Z])(?![\w'’^/=+-])")
+_SINGLE_LETTER = re.compile(r"[(\[]([A-Za-z])[)\]]|(?<![\w'’^/=+-])(?!I [a-z])(?!A [a-z])([A-Z])(?![\w'’^/=+-])")
 
 
 @dataclass(slots=True, frozen=True)
@@ -126,7 +126,7 @@ def chosen(response: str, question: Question) -> str | None:
     boxed = last_boxed(solution)
     if boxed is not None and (letter := question.named_first(boxed)):
         return letter
-    return _stated(solution, question) or _lone(solution, question) or question.mentioned(solution)
+    return _stated(solution, question) or _only_letter(solution, question) or question.mentioned(solution)
 
 
 def gpqa_reward(answer: str | None, label: Any, metadata: dict[str, Any]) -> float:
@@ -165,11 +165,11 @@ def _stated(text: str, question: Question) -> str | None:
     return max(found)[1] if found else None
 
 
-def _lone(text: str, question: Question) -> str | None:
+def _only_letter(text: str, question: Question) -> str | None:
     lines = text.strip().splitlines()
     if not lines:
         return None
-    letters = [next(filter(None, lone.groups())).upper() for lone in _LONE.finditer(_bare(lines[-1]))]
+    letters = [next(filter(None, found.groups())).upper() for found in _SINGLE_LETTER.finditer(_bare(lines[-1]))]
     return question.named_alone(lines[-1]) or next((letter for letter in reversed(letters) if letter in question.letters), None)
 
 

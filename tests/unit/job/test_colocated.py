@@ -29,7 +29,7 @@ class Group:
 
     is_settled = True
 
-    async def tell(self, call: Callable[[Group], Awaitable[None]]) -> None:
+    async def control(self, call: Callable[[Group], Awaitable[None]]) -> None:
         await call(self)
 
 

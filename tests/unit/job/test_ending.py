@@ -112,5 +112,5 @@ async def test_the_error_of_lost_engines_is_kept() -> None:
 
     given = engines(lost=False)
     with pytest.raises(EngineError):
-        await given._noting(lost())
+        await given._keep_failure(lost())
     assert str(given.failure) == "engine 0 died"

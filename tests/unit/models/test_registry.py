@@ -153,8 +153,8 @@ def test_model_args_mean_the_oldest_of_the_families_with_their_flags() -> None:
     """Others reuse its `FAMILY`, and so its flags; a family that is listed before it would be meant in its place."""
     meant: dict[str, str] = {}
     for name, family in FAMILIES.items():
-        if family.model_args.told_by is not None:
-            meant.setdefault(str((family.model_args.told_by, family.model_args.precedence)), name)
+        if family.model_args.identified_by is not None:
+            meant.setdefault(str((family.model_args.identified_by, family.model_args.precedence)), name)
     assert set(meant.values()) == {"llama", "qwen2", "qwen3", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa"}
     precedences = [FAMILIES[name].model_args.precedence for name in meant.values()]
     assert len(set(precedences)) == len(precedences)

@@ -49,17 +49,17 @@ def test_other_engines_than_before_get_all_weights(engines: tuple[EngineAddress,
 
 
 @pytest.mark.parametrize(
-    "transport, streams, unheard", [("disk", False, True), ("gloo", False, True), ("gloo", True, False), ("tensor", False, False)]
+    "transport, streams, unconfirmed", [("disk", False, True), ("gloo", False, True), ("gloo", True, False), ("tensor", False, False)]
 )
 def test_a_manifest_names_engines_that_answer_for_their_first_rank_only(
-    target: WeightTarget, monkeypatch: pytest.MonkeyPatch, transport: Transport, streams: bool, unheard: bool
+    target: WeightTarget, monkeypatch: pytest.MonkeyPatch, transport: Transport, streams: bool, unconfirmed: bool
 ):
     engines = (ENGINE, EngineAddress("http://host:30001", num_ranks=2))
     sender = WeightSender()
     sender._group = cast(Any, SimpleNamespace(streams=streams, engines=engines, broadcast=lambda *_, is_last: None))
     monkeypatch.setattr(senders, "_share", lambda *_: None)
     manifest = sender.send(iter(WEIGHTS.items()), replace(target, transport=transport, engines=engines))
-    assert isinstance(manifest, WeightManifest) and manifest.unheard == ((engines[1].url,) if unheard else ())
+    assert isinstance(manifest, WeightManifest) and manifest.unconfirmed == ((engines[1].url,) if unconfirmed else ())
 
 
 def test_a_failed_send_makes_the_next_one_complete(target: WeightTarget):

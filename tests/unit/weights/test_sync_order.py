@@ -44,7 +44,7 @@ class OneTrainer:
         self.engines, self.told = engines, told
         self.num_updates = 0
         self.trains_meanwhile = False
-        self.unheard: tuple[str, ...] = ()
+        self.unconfirmed: tuple[str, ...] = ()
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
         self.told.append(f"begin {target.version}")
@@ -54,7 +54,7 @@ class OneTrainer:
             engine = self.engines[address.url]
             engine.version = target.version if engine.hears else engine.version
         self.told.append(f"end {target.version}")
-        return WeightManifest(target.version, 1, 4, None, 4, unheard=self.unheard)
+        return WeightManifest(target.version, 1, 4, None, 4, unconfirmed=self.unconfirmed)
 
 
 class Members:
@@ -119,7 +119,7 @@ async def test_ranks_that_do_not_answer_are_warned_of_once_unless_weights_are_ch
     caplog: pytest.LogCaptureFixture, is_checked: bool
 ) -> None:
     world = World()
-    world.trainer.unheard = ("http://b",)
+    world.trainer.unconfirmed = ("http://b",)
     if not is_checked:
         world.weight_sync._proof = None
     await world.weight_sync.sync()

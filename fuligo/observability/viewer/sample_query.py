@@ -22,8 +22,6 @@ Order = Literal[
 ]
 MAX_FOUND = 5000
 """Number of samples found after which a search for text ends."""
-NO_ENGINE = -1
-"""Value of the filter `engine` that finds samples whose engine is not known."""
 
 
 class SampleFilter(BaseModel):
@@ -72,8 +70,6 @@ def _with_part(table: pa.Table, wanted: SampleFilter) -> pa.Table:
 
 
 def _condition(name: str, value: Any) -> pc.Expression:
-    if (name, value) == ("engine", NO_ENGINE):
-        return pc.field("engine").is_null()
     column, _, bound = name.partition("_")
     compare = {"min": operator.ge, "max": operator.le}.get(bound, operator.eq)
     return compare(pc.field(column), value)

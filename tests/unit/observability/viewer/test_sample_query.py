@@ -40,7 +40,6 @@ CASES = [
     (SampleFilter(status="nonsense"), lambda row: False),
     (SampleFilter(kept=False), lambda row: not row["kept"]),
     (SampleFilter(engine=1), lambda row: row["engine"] == 1),
-    (SampleFilter(engine=-1), lambda row: row["engine"] is None),
     (SampleFilter(group=10), lambda row: row["group_index"] == 10),
     (SampleFilter(prompt=prompt_key('[{"role":"user","content":"Add 5 and 6."}]')), lambda row: "Add 5 and 6." in row["prompt"]),
 ]

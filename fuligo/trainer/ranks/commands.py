@@ -49,14 +49,6 @@ def call_rank(method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **_
     return Command(method.__name__, arguments, of_worker=False)
 
 
-PING: Command[None] = Command("ping", of_worker=False, is_queued=False)
-"""Heartbeat; a rank answers it as long as its interpreter runs."""
-END_SAVE: Command[None] = Command("end_save", of_worker=False, is_queued=False)
-"""Call of `Rank.end_save`; queued commands continue to run meanwhile."""
-LEAVE: Command[None] = Command("leave", of_worker=False)
-"""Last command of a rank: leave the process group."""
-
-
 @dataclass(slots=True, frozen=True)
 class Answer(Generic[R]):
     """Outcome of a command on one rank. A command's error is returned in `error`; only the loss of the rank is raised."""

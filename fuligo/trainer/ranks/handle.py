@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fuligo.trainer.ranks.commands import LEAVE, Answer, Command, R, SharedCommand
+from fuligo.trainer.ranks.commands import Answer, Command, R, SharedCommand, call_rank
 from fuligo.trainer.ranks.executor import RankExecutor
+from fuligo.trainer.ranks.rank import Rank
 
 if TYPE_CHECKING:
     from fuligo.trainer.ranks.worker import RankWorker
 
+PING = replace(call_rank(Rank.ping), is_queued=False)
+"""Heartbeat; a rank answers it as long as its interpreter runs."""
+END_SAVE = replace(call_rank(Rank.end_save), is_queued=False)
+"""Call of `Rank.end_save`; queued commands continue to run meanwhile."""
+LEAVE = call_rank(Rank.leave)
+"""Last command of a rank: leave the process group."""
 LEAVE_TIMEOUT_S = 10.0
 """Seconds that the driver waits for a rank to leave the process group."""
 

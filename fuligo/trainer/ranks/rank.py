@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from fuligo.engines.host import is_loopback, listening_store, use_loopback_interface
 from fuligo.errors import TrainerError
 from fuligo.limits import collector_paused
-from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
-from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,13 +142,13 @@ def build_worker(settings: TrainerSettings, world: World) -> RankWorker:
 
 def import_worker(settings: TrainerSettings) -> Callable[[Any, World], RankWorker]:
     """Import the backend of the settings and return its worker class."""
-    if isinstance(settings, MegatronTrainerSettings):
-        with collector_paused():
+    with collector_paused():
+        from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
+
+        if isinstance(settings, MegatronTrainerSettings):
             from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
-        return MegatronRankWorker
-    assert isinstance(settings, TorchTrainerSettings)
-    with collector_paused():
+            return MegatronRankWorker
         from fuligo.trainer.torch_backend.worker import TorchRankWorker
 
-    return TorchRankWorker
+        return TorchRankWorker

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
 from fuligo.errors import FuligoError, RankError, TrainerError
-from fuligo.trainer.ranks.commands import PING, Answer, R, SharedCommand, UnexpectedError
-from fuligo.trainer.ranks.handle import RankHandle, RankLostError
+from fuligo.trainer.ranks.commands import Answer, R, SharedCommand, UnexpectedError
+from fuligo.trainer.ranks.handle import PING, RankHandle, RankLostError
 
 HEARTBEAT_S = 5.0
 """Seconds between pings of a rank."""

@@ -12,10 +12,10 @@ from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTa
 from fuligo.trainer.objective import value_metrics
 from fuligo.trainer.packing import Cost
 from fuligo.trainer.ranks import supervision
-from fuligo.trainer.ranks.commands import END_SAVE, Command, R, SharedCommand, call, call_rank
+from fuligo.trainer.ranks.commands import Command, R, SharedCommand, call, call_rank
 from fuligo.trainer.ranks.connected import start_process
 from fuligo.trainer.ranks.executor import RankExecutor
-from fuligo.trainer.ranks.handle import InProcessRank, RankHandle
+from fuligo.trainer.ranks.handle import END_SAVE, InProcessRank, RankHandle
 from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.standby import StandbyRanks

@@ -11,8 +11,8 @@ from ray.exceptions import ActorDiedError
 
 from fuligo.cluster.rank import ActorRank
 from fuligo.cluster.reservation import Bundle, physical_order
-from fuligo.trainer.ranks.commands import PING, Answer, Command, SharedCommand
-from fuligo.trainer.ranks.handle import RankLostError
+from fuligo.trainer.ranks.commands import Answer, Command, SharedCommand
+from fuligo.trainer.ranks.handle import PING, RankLostError
 
 
 class ScriptedActor:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from fuligo.errors import CheckpointError, TrainerError
-from fuligo.trainer.ranks.commands import END_SAVE, LEAVE, PING, Command, SharedCommand, call, call_rank
+from fuligo.trainer.ranks.commands import Command, SharedCommand, call, call_rank
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.connected import ConnectedRank, serve
 from fuligo.trainer.ranks.executor import RankExecutor
-from fuligo.trainer.ranks.handle import InProcessRank, RankLostError
+from fuligo.trainer.ranks.handle import END_SAVE, LEAVE, PING, InProcessRank, RankLostError
 from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.worker import RankWorker
 

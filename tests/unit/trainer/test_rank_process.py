@@ -37,6 +37,13 @@ rank_process.main()
 """
 
 
+def test_a_rank_starts_without_torch() -> None:
+    """Importing it takes seconds, in which a rank would answer no ping."""
+    script = "import sys, fuligo.trainer.ranks.connected, fuligo.trainer.ranks.executor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_children_of_hooks_do_not_get_the_connection() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

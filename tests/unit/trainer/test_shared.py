@@ -17,9 +17,10 @@ from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import adapter_tensors, base_tensors
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.ranks import shared
-from fuligo.trainer.ranks.commands import LEAVE, PING, Command, call, call_rank
+from fuligo.trainer.ranks.commands import Command, call, call_rank
 from fuligo.trainer.ranks.connected import answer_commands
 from fuligo.trainer.ranks.executor import RankExecutor
+from fuligo.trainer.ranks.handle import LEAVE, PING
 from fuligo.trainer.ranks.rank import Rank
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.shared import RunShare, SharedTrainer, TurnThread

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from fuligo.trainer.packing import Capacity
-from fuligo.trainer.ranks.commands import PING, SharedCommand
+from fuligo.trainer.ranks.commands import SharedCommand
 from fuligo.trainer.ranks.connected import ConnectedRank
+from fuligo.trainer.ranks.handle import PING
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.standby import StandbyRanks
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings

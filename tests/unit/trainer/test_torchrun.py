@@ -19,7 +19,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from fuligo.engines.host import listening_store
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks import torchrun
-from fuligo.trainer.ranks.commands import PING, SharedCommand
+from fuligo.trainer.ranks.commands import SharedCommand
+from fuligo.trainer.ranks.handle import PING
 from fuligo.trainer.ranks.signed import SignedConnection
 from fuligo.trainer.ranks.torchrun import KEY_VARIABLE, TorchrunPlace, connect_ranks, follow, torchrun_place
 from fuligo.trainer.ranks.world import Rendezvous

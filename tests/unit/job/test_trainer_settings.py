@@ -1,10 +1,14 @@
-"""Data types and formats of the engines in the settings of the trainer."""
+"""Settings of the trainer for given flags, engines and models."""
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fuligo.config import Config
+from fuligo.config import flags as known
 from fuligo.config.command_line import parse
 from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
@@ -17,6 +21,16 @@ from fuligo.models.routing import RoutingShape
 from fuligo.planner.lengths import micro_batch_tokens
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.mtp import MTPTraining
+from fuligo.trainer.packing import Capacity
+from fuligo.trainer.profiling import ProfileSettings
+from fuligo.trainer.ranks.settings import (
+    CriticSettings,
+    LearningRateSchedule,
+    OptimizerSettings,
+    TrainedParameters,
+    TrainerSettings,
+)
+from fuligo.trainer.settings import loss_settings
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from tests import tiny
 from tests.fp8 import save_family
@@ -38,6 +52,90 @@ def settings_of(hf_checkpoint: Path, bf16: Path, *more: str, device: Device = "c
     config = parse(["--hf-checkpoint", str(hf_checkpoint), "--ref-load", str(bf16), "--num-rollout", "1", "--device", device, *more]).config
     assert config.initial_weights_path is not None
     return trainer_settings(config, device, initial_weights=Path(config.initial_weights_path), num_rollout=1)
+
+
+TRAINER_FLAGS: dict[str, Any] = {
+    "device": "cpu",
+    "actor_num_gpus_per_node": 2,
+    "precision": "bf16",
+    "advantage_estimator": "ppo",
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "value_clip": 0.3,
+    "num_critic_only_steps": 2,
+    "skip_zero_advantages": True,
+    "use_opd": True,
+    "lr": 1e-5,
+    "min_lr": 1e-7,
+    "lr_decay_style": "cosine",
+    "lr_decay_iters": 50,
+    "lr_warmup_iters": 3,
+    "critic_lr": 2e-5,
+    "critic_lr_warmup_iters": 4,
+    "weight_decay": 0.2,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-7,
+    "clip_grad": 0.5,
+    "num_steps_per_rollout": 2,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 1000,
+    "log_probs_max_tokens_per_gpu": 2000,
+    "log_probs_chunk_size": 256,
+    "share_prefixes": "on",
+    "balance_data": True,
+    "seed": 7,
+    "only_train_params_name_list": ["mlp"],
+    "freeze_params_name_list": ["norm"],
+    "ref_update_interval": 5,
+    "rollout_temperature": 0.9,
+    "profile": [1],
+    "profile_ranks": [1],
+    "gradient_checkpointing": True,
+    "torch_compile": False,
+}
+"""Flags of the trainer with other values than their defaults. No run could have all of them: they are not checked against each other."""
+
+
+def test_every_flag_reaches_its_setting(bf16: Path, fp8: Path, tmp_path: Path):
+    paths = {"hf_checkpoint": bf16, "ref_load": bf16, "critic_load": fp8, "opd_teacher_load": bf16}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in (TRAINER_FLAGS | {name: str(path) for name, path in paths.items()}).items():
+        groups.setdefault(known.flags()[name].group, {})[name] = value
+    config = Config.model_validate(groups)
+    settings = trainer_settings(config, "cpu", initial_weights=bf16, num_rollout=9, profile_dir=tmp_path)
+
+    policy = OptimizerSettings(LearningRateSchedule(1e-5, 1e-7, "cosine", 3, 50), (0.8, 0.95), 1e-7, 0.2, 0.5)
+    of_critic = replace(policy, schedule=replace(policy.schedule, peak=2e-5, warmup_steps=4))
+    expected = {
+        "hf_checkpoint": bf16,
+        "initial_weights": bf16,
+        "optimizer": policy,
+        "loss": loss_settings(config),
+        "reference_weights": bf16,
+        "teacher_weights": bf16,
+        "ref_update_interval": 5,
+        "critic": CriticSettings(fp8, of_critic, clip=0.3, num_only_rollouts=2, may_begin_at_resume=True),
+        "needs_old_logprobs": True,
+        "temperature": 0.9,
+        "capacity": Capacity(max_tokens=1000),
+        "score_capacity": Capacity(max_tokens=2000),
+        "shares_prefixes": True,
+        "chunk_tokens": 256,
+        "balance_data": True,
+        "skips_zero_advantages": True,
+        "trained": TrainedParameters(("mlp",), ("norm",)),
+        "precision": "bf16",
+        "num_ranks": 2,
+        "seed": 7,
+        "profile": ProfileSettings((1,), (1,), tmp_path),
+        "gradient_checkpointing": True,
+    }
+    assert {name: getattr(settings, name) for name in expected} == expected
+
+    of_engines_and_devices = {"lora", "device", "shares_device", "stays_on_device", "sync_dtype", "engine_format", "command_timeout_s"}
+    names = {field.name for field in fields(TrainerSettings)} - of_engines_and_devices
+    assert names <= set(expected), "no flag was given for these"
 
 
 def test_sglang_on_an_fp8_checkpoint_gets_its_format_and_the_trainer_starts_elsewhere(bf16: Path, fp8: Path):

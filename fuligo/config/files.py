@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from fuligo.config import Config
-from fuligo.config.assignments import Assignment, Given, anchored, anchored_path, build_config, invalid_value
+from fuligo.config.assignments import Assignment, Given, anchored, anchored_path, invalid_value
 from fuligo.config.flag import Flag, Kind, did_you_mean, nearest
 from fuligo.config.flags import flags, name_problem, passthrough_flags, sections
 from fuligo.config.groups import GROUPS
@@ -35,7 +35,7 @@ _Dumper.add_representer(str, _text_node)
 
 
 def save_yaml(config: Config, path: Path) -> None:
-    """Write the whole config atomically, defaults included; `load_yaml` returns an equal one."""
+    """Write the whole config atomically, defaults included; reading it gives an equal one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(yaml_text(config, path.name), encoding="utf-8")
     unfinished.replace(path)
@@ -50,12 +50,6 @@ def yaml_text(config: Config, name: str = "FILE") -> str:
     names = ", ".join(sorted({secret.variable for _, secret in config.secrets()}))
     header = _HEADER.format(name=name) + (_HEADER_SECRETS.format(names=names) if names else "")
     return header + text
-
-
-def load_yaml(path: Path) -> Config:
-    """Load the config of a file; flags that it does not name keep their defaults. Raises a ConfigError that names all problems."""
-    given = read_yaml(path)
-    return build_config(given.assignments, given.problems)
 
 
 def read_yaml(path: Path) -> Given:

@@ -18,9 +18,9 @@ from fuligo.checkpoint.store import CheckpointStore
 from fuligo.cli.chosen import trainer_choice
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.files import load_yaml
 from fuligo.rollout.protocol import RolloutState
 from tests import tiny, tiny_mtp
+from tests.config_files import load_yaml
 
 Train = Callable[..., tuple[int, str]]
 

@@ -6,11 +6,12 @@ from hypothesis import HealthCheck, given, settings
 
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.files import load_yaml, save_yaml
+from fuligo.config.files import save_yaml
 from fuligo.config.flags import flags
 from fuligo.config.groups import GROUPS
 from fuligo.config.schemas import BACKENDS
 from fuligo.errors import ConfigError
+from tests.config_files import load_yaml
 from tests.unit.config.strategies import configs
 
 REPOSITORY = Path(__file__).parents[3]

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from fuligo.config import Config
-from fuligo.config.files import load_yaml, save_yaml
+from fuligo.config.files import save_yaml
 from fuligo.config.json_schema import json_schema
 from fuligo.errors import ConfigError
+from tests.config_files import load_yaml
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = sorted(path for path in REPOSITORY.glob("examples/*/*.yaml") if "kind:" not in path.read_text())

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.files import load_yaml, save_yaml
+from fuligo.config.files import save_yaml
 from fuligo.config.flags import flags, passthrough_flags
 from fuligo.config.help import help_text
 from fuligo.config.passthrough import RouterArguments, SglangArguments, command_line
 from fuligo.config.placement import MegatronArguments
 from fuligo.config.schemas import RESERVED, schema
 from fuligo.errors import ConfigError
+from tests.config_files import load_yaml
 from tests.unit.config.strategies import arguments
 
 KINDS = {"sglang": SglangArguments, "router": RouterArguments, "megatron": MegatronArguments}

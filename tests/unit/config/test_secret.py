@@ -10,10 +10,11 @@ import pytest
 from fuligo.cli import main
 from fuligo.cli.preflight import preflight_problems
 from fuligo.config.command_line import parse
-from fuligo.config.files import load_yaml, save_yaml
+from fuligo.config.files import save_yaml
 from fuligo.config.passthrough import command_line
 from fuligo.config.secret import Environment, Secret, hide_credentials, protect, reveal
 from fuligo.errors import ConfigError
+from tests.config_files import load_yaml
 
 KEY = "canary-7f3a"
 GIVEN = {

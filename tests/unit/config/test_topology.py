@@ -7,11 +7,12 @@ import pytest
 from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.command_line import parse
-from fuligo.config.files import load_yaml, save_yaml
+from fuligo.config.files import save_yaml
 from fuligo.config.findings import Change
 from fuligo.config.passthrough import SglangArguments
 from fuligo.config.topology import EngineGroupSpec, engine_groups
 from fuligo.errors import ConfigError
+from tests.config_files import load_yaml
 
 PREFILL_DECODE = """\
 sglang:

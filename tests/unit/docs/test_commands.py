@@ -9,11 +9,11 @@ from fuligo.cli import convert, import_script, plan, quickstart, serve
 from fuligo.cli import eval as evaluation
 from fuligo.config import Config
 from fuligo.config.command_line import parse
-from fuligo.config.files import load_yaml
 from fuligo.config.hooks import hook_problems
 from fuligo.config.validate import validate
 from fuligo.convert import fp8_plan
 from fuligo.planner import conversion
+from tests.config_files import load_yaml
 from tests.unit.docs.pages import PAGES, REPOSITORY, code_blocks, commands, page_name
 
 

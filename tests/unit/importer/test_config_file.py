@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from fuligo.cli import main
-from fuligo.config.files import load_yaml
 from fuligo.config.validate import findings
 from fuligo.errors import ConfigError
 from fuligo.importer.config_file import imported_config
+from tests.config_files import load_yaml
 from tests.unit.importer.conftest import Import
 
 SCRIPT = """

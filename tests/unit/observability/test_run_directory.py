@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuligo.config import Config
-from fuligo.config.files import load_yaml
 from fuligo.errors import ConfigError, FuligoError
 from fuligo.observability.run_directory import RunDirectory
 from fuligo.observability.trace import read_trace
+from tests.config_files import load_yaml
 from tests.small_disk import SmallDisk
 
 

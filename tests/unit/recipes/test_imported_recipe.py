@@ -4,11 +4,11 @@ ssh, the environment as JSON, and a job submitted to Ray. Its config plans witho
 from pathlib import Path
 
 from fuligo.config.changes import apply_changes
-from fuligo.config.files import load_yaml
 from fuligo.config.findings import Change
 from fuligo.importer.config_file import imported_config
 from fuligo.importer.run import import_script
 from fuligo.planner.make_plan import make_plan
+from tests.config_files import load_yaml
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPE = REPOSITORY / "examples" / "glm5.2-744b" / "config.yaml"

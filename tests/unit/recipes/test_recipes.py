@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fuligo.config.command_line import parse
-from fuligo.config.files import load_yaml
 from fuligo.planner.make_plan import make_plan
 from tests.cluster_recipes import CLUSTER_RECIPES as FOUND
 from tests.cluster_recipes import gpu_of
+from tests.config_files import load_yaml
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"

@@ -9,12 +9,12 @@ import pytest
 
 from fuligo.config import Config
 from fuligo.config.command_line import parse, read_command_line
-from fuligo.config.files import load_yaml
 from fuligo.config.findings import Severity
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.formats.quantisation import Quantisation
 from fuligo.planner.conversion import plan_hf_to_dist
 from fuligo.planner.make_plan import make_plan
+from tests.config_files import load_yaml
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"

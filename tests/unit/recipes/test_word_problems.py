@@ -8,9 +8,9 @@ import pytest
 from examples.calculator.environment import Calculator, Settings
 from examples.warm_start import CHAT_TEMPLATE
 from examples.word_problems import make_data
-from fuligo.config.files import load_yaml
 from fuligo.environments import AssistantTurn, Row, ToolCall
 from tests import tiny
+from tests.config_files import load_yaml
 
 
 @pytest.fixture(scope="module")

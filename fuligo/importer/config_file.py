@@ -89,6 +89,10 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
     if environment:
         line.assignments.append(Assignment(flags()["env"], environment, "the environment of the job"))
     config = build_config(line.assignments, line.problems)
+    if slime_defaults and training.is_slime and config.needs_engine and config.engine_capabilities.beside_trainer:
+        line.assignments.append(Assignment(flags()["rollout_backend"], "sglang", "slime's engine"))
+        notes = [*notes, "--rollout-backend sglang is filled in: slime samples with SGLang, where fuligo chooses the embedded engine"]
+        config = build_config(line.assignments)
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
     # Launch scripts have many flags that have no effect in this run, and a run refuses them.
     config, dropped = effects.without_idle(config, lambda violation: True)

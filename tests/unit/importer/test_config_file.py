@@ -92,7 +92,7 @@ class TestCommand:
         assert main(["import-script", str(tmp_path / "run.sh"), "--env", "LR=1e-5"]) == 0
         printed = capsys.readouterr()
         assert yaml.safe_load(printed.out) == {
-            "cluster": {"actor_num_gpus_per_node": 8},
+            "cluster": {"rollout_backend": "sglang", "actor_num_gpus_per_node": 8},
             "data": {"metadata_key": "metadata"},
             "rollout": {"n_samples_per_prompt": 1},
             "train": {"micro_batch_size": 1},
@@ -129,3 +129,15 @@ def test_flags_without_effect_are_left_out_with_a_note(imported: Import) -> None
     assert not {"tis_clip", "n_samples_per_eval_prompt"} & set(str(result.given).split("'"))
     assert "left out: --tis-clip 3.0 has no effect without --use-tis" in result.warnings
     assert [finding.id for finding in findings(result.config) if "NO-EFFECT" in finding.id] == []
+
+
+def test_a_job_of_slime_samples_with_sglang(imported: Import) -> None:
+    """Also where none of its flags makes `--rollout-backend auto` choose SGLang; then --colocate would be left out."""
+    script = "python3 train.py --colocate --prompt-data x.jsonl --num-rollout 3 --rm-type math"
+    result = imported_config(imported(script))
+    assert (result.config.cluster.rollout_backend, result.config.cluster.colocate) == ("sglang", True)
+    assert any(warning.startswith("--rollout-backend sglang is filled in") for warning in result.warnings)
+    of_sft = imported_config(imported("python3 train.py --loss-type sft_loss --prompt-data x.jsonl --num-epoch 1"))
+    of_megatron = imported_config(imported(f"{script} --tensor-model-parallel-size 2"))
+    for other in (of_sft, of_megatron):
+        assert other.config.cluster.rollout_backend == "auto"

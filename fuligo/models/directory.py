@@ -60,7 +60,7 @@ def _is_code_alone(directory: Path) -> bool:
 
 def _needs_code(path: str | Path) -> ConfigError:
     return ConfigError(
-        f"cannot load the tokenizer of {path}: it needs Python code of that directory; read the code, then use --trust-remote-code"
+        f"cannot load the tokenizer of {path}: it needs the Python code in that directory; read the code, then use --trust-remote-code"
     )
 
 

@@ -93,7 +93,7 @@ _PLAIN = ("index", "group_index", "finish_reason", "engine", "response_length")
 _ARRAYS_OF_SAMPLES = ("prompt_ids", "response_ids", "loss_mask", "engine_logprobs", "versions")
 _ARRAYS_OF_TRAINING = ("ref_logprobs", "values", "returns", "advantages")
 _REPETITIVE = ["prompt", "response", "label", "status", "finish_reason", "drop_reason", "error", "metadata"]
-"""Columns written with a dictionary; for token arrays, building one costs more than it saves."""
+"""Columns with Parquet's dictionary encoding; for token arrays, building a dictionary costs more than it saves."""
 VERSIONS_IN_FOOTER = "versions.list.element"
 _IN_FOOTER = (
     "index", "group_index", "reward", "passed", "status", "kept", "engine", "response_length", "advantage_mean", "oldest_version",

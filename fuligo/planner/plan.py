@@ -191,7 +191,7 @@ class Choice:
 
     changes: tuple[Change, ...]
     reason: str
-    """One clause with the figures that it follows from."""
+    """Why these values: one clause, with the figures that led to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of a run."""
+    """Plan of a run: findings of the rules, and placement, memory and time of one step."""
 
     name: str
     model_type: str

@@ -106,6 +106,8 @@ def normed_head_elements(layer: Layer, architecture: Architecture) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Mlp:
+    """Bytes per token, on one rank, of a dense MLP or of a layer's router and experts."""
+
     kept: float
     activated: float
     """Part of `kept`: outputs of the gate, which `moe_act` recomputes."""
@@ -116,7 +118,7 @@ def _mlp(
     layer: Layer, architecture: Architecture, shape: Layout, *,
     gathers: bool, is_frozen: bool, trains_experts: bool, input_bytes: float,
 ) -> _Mlp:  # fmt: skip
-    """Return the bytes of the dense MLP, or of router, shared expert and routed experts.
+    """Return the bytes per token of the dense MLP, or of router, shared expert and routed experts.
 
     If the dispatcher `gathers`, each rank of the expert group has every token of the group. Frozen matrices keep no inputs. The matrices
     of experts do if they, or their adapters, are trained (`trains_experts`). A dense MLP keeps the input of its last matrix, with
@@ -142,7 +144,7 @@ def _mlp(
 
 
 def _attention(architecture: Architecture, shape: Layout) -> float:
-    """Return the bytes of queries, keys, values, output and log-sum-exp; with latent attention also of the latents."""
+    """Return the bytes per token of queries, keys, values, output and log-sum-exp; with latent attention also of the latents."""
     attention = architecture.attention
     if isinstance(attention, GroupedAttention):
         query = attention.num_heads * attention.head_dim / shape.tp
@@ -159,7 +161,7 @@ def _attention(architecture: Architecture, shape: Layout) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """Bytes that an adapter keeps in addition to the base matrices: inputs of A (once per distinct input) and outputs of A."""
+    """Bytes per token that an adapter keeps in addition to the base matrices: inputs of A (once per distinct input) and outputs of A."""
 
     norm_outputs: float = 0.0
     """Outputs of the norms before attention and MLP."""
@@ -188,7 +190,7 @@ def _adapter(layer: Layer, adapter: AdapterShape, shape: Layout) -> _Adapter:
 
 
 def _absorbed_attention(attention: LatentAttention, shape: Layout) -> float:
-    """Return the bytes of sparse latent attention, whose scores are recomputed.
+    """Return the bytes per token of sparse latent attention, whose scores are recomputed.
 
     It keeps queries and outputs of each head before and after the absorbed projections, their latents, and the latents of the whole row.
     """
@@ -200,7 +202,10 @@ def _absorbed_attention(attention: LatentAttention, shape: Layout) -> float:
 
 
 def _context_parallel(architecture: Architecture, shape: Layout, config: Config) -> float:
-    """Return the bytes of other ranks' keys and values, with gradients: all with --allgather-cp or shared prefixes, else two buffers."""
+    """Return the bytes per token for other ranks' keys and values, with gradients.
+
+    A rank holds those of all ranks with --allgather-cp or shared prefixes, else those of two, in buffers.
+    """
     if shape.cp == 1:
         return 0
     attention = architecture.attention
@@ -212,7 +217,7 @@ def _context_parallel(architecture: Architecture, shape: Layout, config: Config)
 
 
 def _dropped_by_modules(config: Config, architecture: Architecture, shape: Layout, mlp: _Mlp, normed: float, copied: float) -> float:
-    """Return the bytes that selective recomputation drops (Megatron-Core 0.16.1, `TransformerConfig.recompute_modules`)."""
+    """Return the bytes per token that selective recomputation drops (Megatron-Core 0.16.1, `TransformerConfig.recompute_modules`)."""
     if config.parallel.recompute_granularity != "selective":
         return 0
     modules = config.parallel.recompute_modules or ["core_attn"]

@@ -129,7 +129,7 @@ four H200s, with 15% of the state on the GPUs (docs/planner-model.md, "Measured"
 TRAINER_WORKSPACE_BYTES = 400 * MIB
 """Tensors that no formula covers: workspaces of Transformer Engine and cuBLAS, the micro-batch. 0.3 to 0.55 GiB in all runs."""
 TRAINER_HELD_BYTES = 7500 * MIB
-"""Constant part of the 4.8 to 13.3 GiB that the process holds in addition to its tensors, NCCL and CUDA's context; the rest is
+"""Constant part of the memory that the process holds in addition to its tensors (4.8 to 13.4 GiB in all), after NCCL, CUDA's context and
 `FRAGMENTATION`. It depends on neither model nor layout: free blocks of PyTorch's allocator, and CUDA memory for the kernels of Transformer
 Engine and Triton (not measured separately)."""
 TRAINER_LEFT_BYTES = 4464 * MIB

@@ -166,7 +166,7 @@ class Learner:
         return lr, grad_norm
 
     def allocate_state(self) -> None:
-        """Allocate moments that do not exist yet; Adam does so in its first step."""
+        """Allocate moments that do not exist yet, before engines take the free memory; Adam would do so in its first step."""
         allocate_state(self.optimizer)
 
     def tensors(self) -> list[Tensor]:

@@ -199,7 +199,7 @@ def set_step(optimizer: MegatronOptimizer, num_steps: int) -> None:
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Allocate moments that do not exist yet; Adam does so in its first step.
+    """Allocate moments that do not exist yet; Adam would do so in its first step.
 
     If a part of the optimizer is on the CPU, only the moments on the GPU are allocated.
     """

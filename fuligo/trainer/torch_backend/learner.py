@@ -65,7 +65,7 @@ class Learner:
 
     @torch.no_grad()
     def allocate_state(self) -> None:
-        """Allocate moments that do not exist yet; AdamW does so in its first step."""
+        """Allocate moments that do not exist yet, before engines take the free memory; AdamW would do so in its first step."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if self.optimizer.state.get(parameter):

@@ -102,7 +102,7 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(
     (own / "config.json").write_text(json.dumps(shape | {"model_type": "arcee"}))  # transformers knows no tokenizer for it
     arguments = [*given, option, str(own)] if option == "--load" else [option, str(own), *given[2:]]
     said = refused(*arguments)
-    assert f"{option}: cannot load the tokenizer of {own}: it needs Python code of that directory; read the code, then use" in said
+    assert f"{option}: cannot load the tokenizer of {own}: it needs the Python code in that directory; read the code, then use" in said
     with_flag = evaluation_problems(parse([*arguments, "--trust-remote-code"]).config)
     assert not [problem for problem in with_flag if "Python code" in problem]
     assert not (tmp_path / "ran").exists()

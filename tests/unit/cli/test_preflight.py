@@ -150,7 +150,7 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(with_code: Path, tmp_path: P
     with pytest.raises(CheckpointError, match="cannot load"):
         load_model(with_code)
     (with_code / "config.json").write_text('{"model_type": "arcee"}')  # transformers knows no tokenizer for it
-    with pytest.raises(ConfigError, match="it needs Python code of that directory; read the code, then use --trust-remote-code"):
+    with pytest.raises(ConfigError, match="it needs the Python code in that directory; read the code, then use --trust-remote-code"):
         load_tokenizer(with_code, runs_its_code=False)
     assert [text for text in problems(with_code) if "then use --trust-remote-code" in text]
     assert not (tmp_path / "ran").exists()

@@ -133,6 +133,7 @@ class Stream:
         store: store with the names, data types and shapes of the tensors
         number: number of the stream
         group: process group in which the sender broadcasts
+        device: device that receives the buckets
     """
 
     def __init__(self, store: Any, number: str, group: Any, device: Any) -> None:

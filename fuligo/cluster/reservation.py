@@ -145,7 +145,10 @@ def _umask() -> int:
 
 
 async def reserve(node_sizes: Sequence[int], device: Device, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Reservation:
-    """Reserve a separate node for each size: a number of GPUs, or of processes on a CPU. Raises ConfigError if they do not come free."""
+    """Reserve a separate node for each size: a number of GPUs, or of processes on a CPU.
+
+    Raises ConfigError if they do not become available within `timeout_s`.
+    """
     resource = "GPU" if device == "cuda" else "CPU"
     strategy = "STRICT_SPREAD" if len(node_sizes) > 1 else "PACK"
     group = placement_group([{resource: size} for size in node_sizes], strategy=strategy)

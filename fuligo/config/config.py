@@ -271,7 +271,7 @@ class Config(Placement):
 
     @property
     def num_drawn(self) -> int | None:
-        """Number of rows of --prompt-data that the run draws at least; 0 if the user's code draws them, None: each row at least once."""
+        """Minimum number of rows of --prompt-data that the run draws; 0 if the user's code draws them; None: each row at least once."""
         if self.data.data_source_path is not None or self.rollout.rollout_function_path is not None:
             return 0
         return None if self.data.num_rollout is None else self.data.num_rollout * self.rollout.rollout_batch_size

@@ -29,7 +29,7 @@ class EngineGroupSpec:
     update_weights: bool
     """True if the engines receive the trainer's weights."""
     place: tuple[int, int] | None = None
-    """Indices of model and group in `engine.sglang_config`, or None."""
+    """Indices of model and group in `engine.sglang_config`; None without `--sglang-config`."""
 
     @property
     def num_engines(self) -> int:

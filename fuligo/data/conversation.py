@@ -98,7 +98,10 @@ class ConversationSource(RowSource[Conversation]):
 
 
 def join_segments(segments: list[Segment]) -> MaskedTokens:
-    """Join the segments of a sequence, and cut it after the last trained token. Raises DataError if none is trained on, or the first."""
+    """Join the segments of a sequence, and cut it after the last trained token.
+
+    Raises DataError if no token is trained, or the first one is, which has no context.
+    """
     tokens = as_ids(list(chain.from_iterable(ids for ids, _ in segments)))
     mask = np.asarray([trained for ids, trained in segments for _ in ids], np.int8)
     trained_at = np.flatnonzero(mask)

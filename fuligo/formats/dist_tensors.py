@@ -153,11 +153,11 @@ def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     tensors = {name: tensor for name, tensor in metadata.state_dict_metadata.items() if isinstance(tensor, TensorStorageMetadata)}
     for place in metadata.storage_data.values():
         if not isinstance(place.relative_path, str) or min(_counts((place.offset, place.length))) < 0:
-            raise ValueError(f"a part is at {place!r:.100}")
+            raise ValueError(f"a part is at {place!r:.100}, which is not a place in a file")
     for name, tensor in tensors.items():
         dtype = tensor.properties.dtype
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name!r:.100} has the dtype {dtype!r:.40}")
+            raise TypeError(f"{name!r:.100} has the dtype {dtype!r:.40}, which is not a dtype of torch")
         size = _counts(tensor.size)
         for chunk in tensor.chunks:
             offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
@@ -165,14 +165,14 @@ def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
             if any(end > most for end, most in zip(ends, size, strict=True)):
                 raise ValueError(f"a part of {name:.100} ends at {ends}, beyond {list(size)}")
             num_bytes = metadata.storage_data[MetadataIndex(name, chunk.offsets)].length
-            if num_bytes < math.prod(sizes) * dtype.itemsize:
-                raise ValueError(f"a part of {name:.100} with the shape {list(sizes)} has {num_bytes} bytes")
+            if num_bytes < (least := math.prod(sizes) * dtype.itemsize):
+                raise ValueError(f"a part of {name:.100} with the shape {list(sizes)} has {num_bytes} bytes instead of at least {least}")
     return tensors
 
 
 def _counts(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(type(value) is int and value >= 0 for value in values):
-        raise TypeError(f"{values!r:.100} are not sizes")
+        raise TypeError(f"{values!r:.100} are not sizes: they must be a tuple of integers of at least 0")
     return values
 
 

@@ -38,7 +38,7 @@ graphs up to this batch size on GPUs of 60 to 160 GiB."""
 KEPT_MARGIN_BYTES = 4 * GIB
 """Memory that must be free beside a trainer that is not offloaded: PyTorch's allocator may hold parts of blocks between kept tensors."""
 STATES_PER_REQUEST = 5
-"""States of linear attention per request that an engine runs, at most: SGLang 0.5.15 keeps further ones for its prefix cache."""
+"""Maximum number of states of linear attention per running request of an engine: SGLang 0.5.15 keeps further ones for its prefix cache."""
 SMALLEST_COMPILED = 50_000_000
 """Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 60 s and saves 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024

@@ -175,7 +175,7 @@ ARRIVAL_DEADLINE_S = 60.0
 
 @asynccontextmanager
 async def aligned_start(engines: EngineGroup, groups: Sequence[SampleGroup]) -> AsyncIterator[None]:
-    """Pause idle engines while the body starts the groups, and until all their requests have arrived."""
+    """Pause idle engines while the body starts the groups, and until all their requests have arrived: the batches are then reproducible."""
     before = await _num_arrived(engines)
     await engines.pause("in_place")
     try:

@@ -74,7 +74,7 @@ def dispatch_buffers_hold_a_batch(subject: Subject, spec: EngineGroupSpec) -> It
 
 
 def _largest_batch(subject: Subject, spec: EngineGroupSpec) -> int:
-    """Return the number of sequences in the largest decoding graph of one rank: as given, else SGLang's choice, limited by the running requests."""
+    """Return the number of sequences in one rank's largest decoding graph: as given, else SGLang's choice, limited by running requests."""
     batch = server_settings(spec, subject.rollout_architecture, subject.gpu).graph_batch
     running = max_running_requests(spec)
     if spec.arguments.get("cuda_graph_bs_decode") or spec.arguments.get("cuda_graph_max_bs_decode"):

@@ -199,7 +199,10 @@ class _Saved:
 
     @classmethod
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> Self:
-        """Open one model's files and check their names and shapes. `directory`: directory of the optimizer's state."""
+        """Open one model's files. `directory`: directory of the optimizer's state.
+
+        Raises CheckpointError if names or shapes of tensors are not those of the model.
+        """
         moments = TensorFiles(directory, stem="optimizer") if progress.num_optimizer_steps else None
         own = _shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model)
         carried = {} if _holds_mtp(own) else {name: shape for name, shape in weights.shapes.items() if name.startswith(MTP_PREFIX)}

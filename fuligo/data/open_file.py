@@ -46,7 +46,7 @@ class OpenFile:
         return self._digest
 
     def check(self) -> None:
-        """Raise DataChangedError if the content has changed since the file was opened, or cannot be read any more."""
+        """Raise DataChangedError if the content has changed since the file was opened, or can no longer be read."""
         try:
             state = self._current_state()
         except OSError as error:
@@ -86,4 +86,4 @@ class OpenFile:
         )
 
     def _lost(self, error: OSError) -> DataChangedError:
-        return DataChangedError(f"cannot read {self.path} any more: {error.strerror}; make it readable and resume from the last checkpoint")
+        return DataChangedError(f"cannot read {self.path} anymore: {error.strerror}; make it readable and resume from the last checkpoint")

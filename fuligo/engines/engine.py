@@ -71,7 +71,7 @@ class InferenceEngine(Protocol):
         Args:
             mode: `abort` ends all requests with the tokens they have; `retract` returns them to the queue; `in_place` keeps them and
                 their KV cache, also over an update of the weights if the engine has the capability `keeps_requests`: each token is
-                then labelled with the version that sampled it, and later requests do not reuse KV cache of the old weights
+                then labeled with the version that sampled it, and later requests do not reuse KV cache of the old weights
         """
 
     async def resume(self) -> None:

@@ -99,7 +99,7 @@ class AgentGenerate:
         for episode in self._suspended.values():
             self._cancel(episode)
         self._suspended.clear()
-        await abandon(self._cancelled, "agents", "--agent")
+        await abandon(self._cancelled, "agent", "--agent")
 
     async def _start(self, sample: Sample, params: SamplingParams) -> Episode:
         session = await self.gateway.open(params, label=f"{sample.index}", priority=-sample.index)

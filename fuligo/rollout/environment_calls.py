@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fuligo.environments.environment import describe_error
 from fuligo.environments.isolation.messages import FailureError
+from fuligo.quantities import count
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,11 +85,15 @@ def _cancel(task: asyncio.Task[Any], canceled: set[asyncio.Task[Any]] | None) ->
 
 
 async def abandon(canceled: Collection[asyncio.Task[Any]], what: str, flag: str) -> None:
-    """Wait for canceled tasks to end; abandon those that do not end in time, and log a warning with their number."""
+    """Wait for canceled tasks to end; abandon those that do not end in time, and log a warning with their number.
+
+    `what` names a task in the singular, and `flag` the flag that gives its code.
+    """
     if not canceled:
         return
     _, stubborn = await asyncio.wait(list(canceled), timeout=_END_S)
     for task in stubborn:
         asyncio._unregister_task(task)  # asyncio.run would wait for it forever
     if stubborn:
-        logger.warning("%s that catch asyncio.CancelledError and continue: %d; they must raise it again (%s)", what, len(stubborn), flag)
+        abandoned = count(len(stubborn), what)
+        logger.warning("abandoned %s that caught asyncio.CancelledError and continued; raise it again in the code of %s", abandoned, flag)

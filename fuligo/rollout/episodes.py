@@ -115,7 +115,7 @@ class Episodes:
 
     async def close(self) -> None:
         """Abandon calls that ignore their cancellation, so that the run can end, and end the processes of environments."""
-        await abandon(self._canceled, "calls of environments", "--environment")
+        await abandon(self._canceled, "environment call", "--environment")
         await self.factory.close()
 
     async def call(self, call: Coroutine[Any, Any, T], name: str, interrupted: asyncio.Future[None] | None = None) -> T:

@@ -25,7 +25,7 @@ LEAVE_TIMEOUT_S = 10.0
 
 
 class RankLostError(Exception):
-    """Raised if a rank is lost and will not answer any more; the message says how it ended."""
+    """Raised if a rank is lost and will no longer answer; the message says how it ended."""
 
 
 class RankHandle(ABC):

@@ -31,7 +31,7 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10 -- {h
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch a run, or join a cluster."""
+    """Launch a run, or join a cluster; return the exit code. Raises ConfigError if --hostfile and --join are combined."""
     own, train = _split(list(arguments))
     options = parser().parse_args(own)
     with private_directory("fuligo-launch-") as logs:

@@ -77,7 +77,7 @@ def prepare_many(
     if len(configs) < 2:
         raise ConfigError("fuligo train-many takes the configs of several runs, A.yaml B.yaml ...; use fuligo train for one")
     started = datetime.now()
-    # Checked before the runs' own checks, which may take long, and again with the values that these choose.
+    # Checked before the runs' own checks, which may take a long time, and again with the values that these choose.
     given = {name: located(config) for name, config in configs.items()}
     if not resumes:
         given = _with_directories(given, started)

@@ -67,7 +67,7 @@ REFUSED: Mapping[str, str] = {
 WHOLE_TYPES: Mapping[str, str] = {family.whole_type: name for name, family in FAMILIES.items() if family.whole_type is not None}
 """model_type of a model with vision or audio towers -> model_type of its language model."""
 VISION_TYPES: Mapping[str, str] = {whole: name for whole, name in WHOLE_TYPES.items() if FAMILIES[name].sees_images}
-"""Model types of `WHOLE_TYPES` without models whose towers fuligo neither runs nor trains."""
+"""Part of `WHOLE_TYPES` whose vision towers fuligo can run and train."""
 
 
 def family_of(architecture: Architecture) -> Family:

@@ -44,7 +44,7 @@ SMALLEST_COMPILED = 50_000_000
 SMALLEST_ROW_TOKENS = 1024
 """Smallest number of tokens per row to choose: with shorter rows a GPU waits for kernel launches."""
 LONGER_ROWS = (12288, 16384, 24576, 32768)
-"""Row lengths to choose from where memory allows: a GPU computes long rows faster, above all of small models (docs/benchmarks-gpu.md)."""
+"""Row lengths to choose from where memory allows: long rows are faster, especially with small models (docs/benchmarks-gpu.md)."""
 SPARE_SHARE = 0.04
 """Share of a GPU's memory that longer rows must leave free: the plan of a trainer's memory is off by up to 3%."""
 RECOMPUTE_ALL = (set_flag("recompute_granularity", "full"), set_flag("recompute_method", "uniform"), set_flag("recompute_num_layers", 1))

@@ -114,7 +114,7 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
 
 
 def _further_models(subject: Subject, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield the items of models beside the policy, and their parameters on one of `num_ranks` ranks."""
+    """Yield the items of models other than the policy, and their parameters on one of `num_ranks` ranks."""
     models = {
         # With an adapter, the reference is the policy without it.
         "reference": subject.architecture if subject.config.needs_reference and subject.adapter is None else None,

@@ -8,7 +8,7 @@ while it loads the previous one. Names, data types and shapes come through the s
 broadcast in the process group. The sender (`fuligo/weights/broadcast.py`) streams only if every rank of every engine has announced in the
 store that it has this plugin.
 
-SGLang's pause that aborts requests looks only once a second whether they have ended, which takes them about a step.
+SGLang's pause that aborts requests checks only once a second whether they have ended, which takes them about a step.
 """
 
 import asyncio
@@ -193,7 +193,8 @@ class Stream:
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         """Yield names and tensors until the stream ends, or the end of a bucket during which the previous one was not freed.
 
-        After the first tensor of a bucket has been loaded, the previous bucket is free, and the broadcast of the next but one is started.
+        After the first tensor of a bucket has been loaded, the previous bucket is free, and the broadcast of the second bucket after this one is
+        started.
         """
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef

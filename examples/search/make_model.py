@@ -18,7 +18,7 @@ TOWNS = [first + last for first in BEGINNINGS for last in ENDINGS]
 
 
 def shown(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Draw a town with other properties than in the corpus; return an answer that searches, and one that guesses."""
+    """Draw a town whose properties differ from those in the corpus; return an answer that searches, and one that guesses."""
     town, river, goods, year = rng.choice(TOWNS), rng.choice(RIVERS), rng.choice(GOODS), str(rng.randrange(900, 1900))
     result = f"[1] {town}\n{town} lies on the river {river}. It was founded in {year} and is known for its {goods}."
     question, answer, guess = rng.choice(

@@ -34,7 +34,7 @@ def adapter_problems(config: Config) -> Iterator[str]:
             "use the unquantized weights"
         )
     if adapter is not None and adapter.adapts_experts and config.syncs_adapter and config.engine_capabilities.names_adapters:
-        yield "--lora-sync adapter: SGLang expects adapters of experts in another format than PEFT's; use --lora-sync merged"
+        yield "--lora-sync adapter: SGLang expects adapters of experts in a format other than PEFT's; use --lora-sync merged"
     if adapter is None or directory is None or not (Path(directory) / "config.json").is_file():
         return
     if config.syncs_adapter and config.engine_capabilities.names_adapters:

@@ -16,7 +16,7 @@ def resolve_device(config: Config) -> Device:
 
     asked = config.cluster.device
     if asked != "auto" and chosen_launcher(config) == "ray":
-        return asked  # trainer and engines may run on other nodes than this machine
+        return asked  # trainer and engines may run on other machines
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu, or auto")
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"

@@ -36,7 +36,7 @@ class GroupSource:
     _next_group_index: int = field(default=0, init=False)
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
-        """Draw groups, buffered ones first. Raises HookError if the buffer filter returned other groups than buffered ones, or too many."""
+        """Draw groups, buffered ones first. Raises HookError if the buffer filter returned groups that are not buffered, or too many."""
         num_stale = self._drop_stale(policy_version)
         resumed = [continuation(group, step, self.mask_offpolicy) for group in self._take_buffered(num_groups, step)]
         fresh = [self._new_group(prompt, step) for prompt in self.prompts.take(num_groups - len(resumed))]

@@ -123,7 +123,7 @@ def other_base(checkpoint: Path, saved: str | None, own: str | None, *, weights:
     if own is None:
         return f"cannot resume {checkpoint} without LoRA: it holds an adapter; add the --lora-* flags that it was trained with"
     return (
-        f"cannot resume {checkpoint}: its adapter was trained on other weights than those of this run; use the --hf-checkpoint or "
+        f"cannot resume {checkpoint}: its adapter was trained on weights that differ from this run's; use the --hf-checkpoint or "
         "--ref-load that it was trained with"
     )
 

@@ -199,7 +199,7 @@ def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:
 def _reduced(pg: Tensor, inputs: LossInputs, reducer: LossReducer, settings: LossSettings) -> Tensor:
     """Reduce the policy-gradient term [N] to this micro-batch's share with the user's function, which gets 0 for masked tokens.
 
-    Raises TrainerError if the function returns something else than a scalar.
+    Raises TrainerError if the function returns anything but a scalar.
     """
     masks = list(inputs.loss_mask.split(list(inputs.response_lengths)))
     reduce = reducer(list(inputs.total_lengths), list(inputs.response_lengths), masks, settings.per_token)

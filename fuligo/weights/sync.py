@@ -84,7 +84,7 @@ class WeightSync:
         """Send the weights as the next version, and return the version.
 
         If an engine is lost during the sync (--use-fault-tolerance), all weights are sent again to the other engines. Raises EngineError if
-        a live engine did not load the weights, and WeightSyncError, which must end the run, if one reports other weights than were sent.
+        a live engine did not load the weights, and WeightSyncError, which must end the run, if one reports weights that were not sent.
         """
         await self._send_to_all(self.version + 1)
         return self.version

@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused(pool: RankPool, dense: Start, samples: lis
     wider = LoraSettings(AdapterConfig(5, 8.0, RANDOM.adapter.target_modules))
     stronger = replace(RANDOM, adapter=replace(RANDOM.adapter, alpha=16.0))
     for changed, message in (
-        (replace(settings, initial_weights=other), "trained on other weights"),
+        (replace(settings, initial_weights=other), "trained on weights that differ"),
         (replace(settings, lora=None), "it holds an adapter"),
         (replace(settings, lora=wider), "but has the shape [5, "),
         (replace(settings, lora=stronger), "with the scale 4, but this run has 8; use --lora-alpha 8 with --lora-use-rslora"),

@@ -43,11 +43,11 @@ def kernels_suit_the_attention(subject: Subject, spec: EngineGroupSpec) -> Itera
         elif backend in _SPARSE and not is_sparse:
             reason = "sparse attention (DSA), which the model does not have"
         elif backend in ("dsv4", "compressed", "dual_chunk_flash_attn"):
-            reason = f"another kind of attention than {architecture.model_type}'s"
+            reason = f"a kind of attention that {architecture.model_type} does not have"
         elif backend in _OTHER_VENDORS:
             reason = "processors of another vendor"
         elif supported and backend not in supported:
-            reason = f"other models than {architecture.model_type}, which SGLang serves with {' or '.join(supported)}"
+            reason = f"other models; SGLang serves {architecture.model_type} with {' or '.join(supported)}"
         elif has_sinks and backend not in _WITH_SINKS:
             reason = "attention without sinks, but the model has sinks"
         elif is_sparse and name == "attention_backend" and backend not in _SPARSE:

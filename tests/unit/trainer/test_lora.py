@@ -125,7 +125,7 @@ def test_a_save_that_cannot_write_the_adapter_ends_as_other_failed_saves(setting
 def test_an_adapter_of_other_weights_is_refused(settings, reference_checkpoint, tmp_path) -> None:
     worker_of(settings).save(tmp_path / "saved")
     other = replace(settings, initial_weights=reference_checkpoint, reference_weights=reference_checkpoint)
-    with pytest.raises(CheckpointError, match="trained on other weights"):
+    with pytest.raises(CheckpointError, match="trained on weights that differ"):
         worker_of(other).restore(tmp_path / "saved")
     with pytest.raises(CheckpointError, match="it holds an adapter"):
         worker_of(replace(settings, lora=None)).restore(tmp_path / "saved")

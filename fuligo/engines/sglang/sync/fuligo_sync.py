@@ -193,8 +193,8 @@ class Stream:
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         """Yield names and tensors until the stream ends, or the end of a bucket during which the previous one was not freed.
 
-        After the first tensor of a bucket has been loaded, the previous bucket is free, and the broadcast of the second bucket after this one is
-        started.
+        After the first tensor of a bucket has been loaded, the previous bucket is free, and the broadcast of the second bucket after this
+        one is started.
         """
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef

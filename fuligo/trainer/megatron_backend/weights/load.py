@@ -36,7 +36,7 @@ def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_
         is_value_model: the stages are those of a value model, whose head is loaded only if the files contain one.
 
     Raises:
-        CheckpointError: the files are damaged, or tensors are missing, unknown, or of other shapes than those of the model.
+        CheckpointError: the files are damaged, or tensors are missing, unknown, or differ in shape from the model's.
         ConfigError: config.json cannot be read, or describes an unsupported model.
     """
     names = names_of(read_config_json(directory), str(directory / "config.json"))

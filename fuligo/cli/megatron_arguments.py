@@ -11,7 +11,7 @@ from fuligo.trainer.megatron_backend.flags import not_taken
 
 
 def unread_arguments(config: Config) -> Iterator[str]:
-    """Yield a problem that names the given Megatron arguments without effect, and one for those of models that Megatron cannot train."""
+    """Yield a problem that names the given Megatron arguments without effect, and one for flags of gates, which Megatron cannot train."""
     if (problem := gates_problem(config.megatron)) is not None:
         yield problem
     options = schema("megatron").options

@@ -37,11 +37,11 @@ class ControlDeadlines(NamedTuple):
     """Deadlines by kind of call."""
 
     step: Deadline = Deadline(120.0)
-    """Calls that the scheduler handles between two steps; longer than a step of SGLang, which prefills in chunks."""
+    """Deadline of calls that the scheduler handles between two steps; longer than a step of SGLang, which prefills in chunks."""
     weights: Deadline = Deadline(600.0)
-    """Calls that load all weights or move memory; the limit is the time in which an engine must start."""
+    """Deadline of calls that load all weights or move memory; equal to the time in which an engine must start."""
     bucket: Deadline = Deadline(300.0)
-    """Loading one bucket of weights, or joining a process group; far shorter than the deadline of the trainer's ranks, which wait."""
+    """Deadline for loading a bucket of weights or joining a process group; far shorter than that of the trainer's ranks, which wait."""
 
     @classmethod
     def of_watched(cls, *, health_timeout_s: float, start_timeout_s: float) -> ControlDeadlines:

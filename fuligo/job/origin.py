@@ -37,7 +37,10 @@ class Origin:
 
     @classmethod
     def find(cls, config: Config) -> Origin:
-        """Determine the origin from `--load` and the flags for the initial weights."""
+        """Determine the origin from `--load` and the flags for the initial weights.
+
+        Raises CheckpointError if `--load` holds no checkpoint that can be resumed, or a damaged one.
+        """
         load = config.checkpoint.load
         found = resolve(Path(load) if load is not None else None, config.checkpoint.ckpt_step)
         assert config.initial_weights_path is not None, "validated: a run has initial weights"

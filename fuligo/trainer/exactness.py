@@ -9,7 +9,7 @@ from fuligo.types import StepResult, TrainBatch, TrainSample
 
 
 def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
-    """Compare the log-probabilities of trained tokens that were sampled with `version`, the weights before the first optimizer step.
+    """Compare trainer and engine: log-probabilities of trained tokens sampled with `version`, the weights before the first optimizer step.
 
     Tokens of older versions (--partial-rollout) are skipped, because they were sampled with other weights. Raises TrainerError, naming the
     first such token, if a log-probability differs.

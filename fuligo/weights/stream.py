@@ -12,9 +12,9 @@ from fuligo.errors import EngineError
 POLL_S = 5e-5
 """Seconds between checks of a broadcast, which takes about 1.5 ms over NVLink (512 MiB)."""
 POLL_FREE_S = 0.05
-"""Seconds between checks whether a group that was left can be freed."""
+"""Seconds between checks of whether a group that was left can be freed."""
 FAILURE_POLL_S = 1.0
-"""Seconds between checks whether a rank has failed, while a broadcast waits for it."""
+"""Seconds between checks of whether a rank has failed, while a broadcast waits for it."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ MAX_RESTARTS = 3
 ENDING_S = 15.0
 """Seconds that a crashed SGLang may take to end: it closes its port first, then logs the error."""
 ENDING_POLL_S = 0.5
-"""Seconds between checks whether a server that does not answer has ended."""
+"""Seconds between checks of whether a server that does not answer has ended."""
 Start = Callable[[ServerSettings], Server]
 """Function that starts an engine, on this machine or on its node, and does not wait until it is ready."""
 

@@ -144,7 +144,7 @@ def gpu_multiplies_in_fp8(subject: Subject) -> Iterator[Violation]:
     if subject.gpu.fp8_flops == subject.gpu.bf16_flops:
         yield Violation(f"--fp8-format {kind}: {subject.gpu.name} has no FP8 units", (_off(*_FP8),))
     elif recipe == "blockwise" and subject.gpu.name not in _HOPPER:
-        text = f"--fp8-recipe blockwise: {subject.gpu.name} has no products with float32 scales of blocks, which need a Hopper GPU"
+        text = f"--fp8-recipe blockwise: {subject.gpu.name} cannot multiply with float32 scales of blocks, which needs a Hopper GPU"
         yield Violation(text, ((Change(("megatron", "fp8_recipe"), "tensorwise"),), _off(*_FP8)))
 
 

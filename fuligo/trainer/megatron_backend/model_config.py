@@ -67,13 +67,13 @@ def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
 
 
 def refuse_inexact_blocks(settings: MegatronTrainerSettings) -> None:
-    """Raise ConfigError if this GPU has no FP8 products with a float32 scale per block.
+    """Raise ConfigError if this GPU cannot multiply FP8 values with a float32 scale per block.
 
-    TransformerEngine 2.12 emulates them from Blackwell on with MXFP8, without an error: only the exponents of scales are used there.
+    TransformerEngine 2.12 emulates this from Blackwell on with MXFP8, without an error: only the exponents of scales are used there.
     """
     if settings.uses_fp8 and settings.model_flags["fp8_recipe"] == "blockwise" and torch.cuda.get_device_capability()[0] != 9:
         raise ConfigError(
-            f"--fp8-recipe blockwise: {torch.cuda.get_device_name()} has no products with a float32 scale per block, which need a Hopper "
+            f"--fp8-recipe blockwise: {torch.cuda.get_device_name()} cannot multiply with a float32 scale per block, which needs a Hopper "
             "GPU; use --fp8-recipe tensorwise"
         )
 

@@ -29,7 +29,7 @@ BUCKET_WITHIN = timedelta(seconds=300)
 ROOM_BYTES = 64 * 2**20
 """Unit of the memory for a bucket, so that buckets of similar sizes reuse the allocator's blocks instead of waiting for CUDA's."""
 PAUSE_POLL_S, NUM_POLLS = 0.01, 25
-"""Seconds between checks whether the requests that a pause aborted have ended, and their number until it aborts again."""
+"""Seconds between checks of whether the requests that a pause aborted have ended, and their number until it aborts again."""
 LATENT = "_a_proj"
 """Part of the names of small tensors that SGLang's latent attention keeps until the next layer; copies do not keep their bucket."""
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"

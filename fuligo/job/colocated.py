@@ -74,7 +74,7 @@ class ColocatedDevices:
             await self._release_for_trainer()
 
     async def to_trainer(self) -> None:
-        """Load the trainer; the engines release their KV cache and, unless `keep_weights`, their weights."""
+        """Have the engines release their KV cache and, unless `keep_weights`, their weights; then load the trainer."""
         await self._release_for_trainer()
         await self._load_trainer()
 

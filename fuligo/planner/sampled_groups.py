@@ -7,7 +7,7 @@ from fuligo.config import Config
 from fuligo.planner.subject import Subject
 
 _NEGLIGIBLE = 1e-3
-"""Probability at which further waves are ignored."""
+"""Largest probability of a further wave at which it is ignored."""
 
 LIKELY = 0.01
 """Smallest probability of an unfilled rollout to mention."""

@@ -88,7 +88,7 @@ class WeightSender:
         return replace(counted.manifest(target.version), unconfirmed=self._unconfirmed(target))
 
     def _unconfirmed(self, target: WeightTarget) -> tuple[str, ...]:
-        """Return the URLs of engines of which other ranks than the first may have failed to load the weights, unnoticed.
+        """Return the URLs of engines in which a rank other than the first may have failed to load the weights, unnoticed.
 
         SGLang answers a call with the outcome of an engine's first rank. Streams report every rank, and an error while a rank loads shared
         memory ends the engine.

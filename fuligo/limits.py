@@ -119,7 +119,7 @@ def _cgroups(controller: str, system: Path) -> list[Path]:
     """Return the directories of this process's cgroup and of those that contain it; empty without them.
 
     Args:
-        controller: controller of version 1; "" for version 2
+        controller: controller in version 1 of cgroups; "" in version 2, which has one tree for all.
     """
     root = system / "sys/fs/cgroup" / controller
     for line in _read(system / "proc/self/cgroup").splitlines():

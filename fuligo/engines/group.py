@@ -143,7 +143,7 @@ class EngineGroup:
         """Call the router, or without one the engines in turn; retry a request that failed while an engine was lost.
 
         Returns:
-            Number of the engine, None for the router, and the answer
+            Number of the engine (None: the router), and the answer.
         """
         while True:
             if self.membership is not None:

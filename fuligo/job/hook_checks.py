@@ -54,7 +54,7 @@ def check_hooks(config: Config, prompts: list[Prompt] | None = None) -> dict[str
     """Check all hooks of a config.
 
     Returns:
-        the problem of each hook, None for a hook without one, by `--flag path`
+        Problem of each hook by `--flag path`; None for a hook without one.
     """
     results: dict[str, str | None] = {}
     for name, path in given_hooks(config):

@@ -40,7 +40,7 @@ KEPT_MARGIN_BYTES = 4 * GIB
 STATES_PER_REQUEST = 5
 """Maximum number of states of linear attention per running request of an engine: SGLang 0.5.15 keeps further ones for its prefix cache."""
 SMALLEST_COMPILED = 50_000_000
-"""Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 60 s and saves 10% of a step at 135 M."""
+"""Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 30 s and saves 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024
 """Smallest number of tokens per row to choose: with shorter rows a GPU waits for kernel launches."""
 LONGER_ROWS = (12288, 16384, 24576, 32768)

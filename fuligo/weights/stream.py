@@ -1,4 +1,4 @@
-"""A weight sync that engines receive in one call: its keys in the group's store, and waits for its broadcasts."""
+"""A weight sync that engines receive in one call: its keys in the group's store, and the waits for its broadcasts."""
 
 import threading
 import time

@@ -131,7 +131,7 @@ class EmbeddedEngine:
         if request.score_start is None and length_class(request.max_tokens) > self.max_total_tokens:
             raise EngineError(
                 f"the request may need {length_class(request.max_tokens)} tokens of KV cache, but there are only {self.max_total_tokens}; "
-                "raise --max-total-tokens or lower max_new_tokens"
+                "raise --max-total-tokens (in fuligo train: --embedded-max-total-tokens) or lower max_new_tokens"
             )
         with self._wake:
             if self.failure is not None:

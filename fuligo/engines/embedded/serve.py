@@ -148,7 +148,8 @@ def affordable_tokens(model: EngineModel, max_running_requests: int, *, num_engi
     fitting = int(MEMORY_SHARE[device] * free_bytes) // (num_engines * model.cache_shape.bytes_per_token(model.dtype))
     if fitting < length_class(1):
         raise ConfigError(
-            f"cannot allocate a KV cache: {free_bytes / 2**20:.0f} MiB of free memory is not enough; free more, or set --max-total-tokens"
+            f"cannot allocate a KV cache: {free_bytes / 2**20:.0f} MiB of free memory is not enough; free more, or set --max-total-tokens "
+            "(in fuligo train: --embedded-max-total-tokens)"
         )
     return min(fitting, max_running_requests * length_class(model.context_length))
 

@@ -18,7 +18,7 @@ from fuligo.limits import raise_open_files
 COMMANDS = {
     "quickstart": "train a tiny model with GRPO on this machine: about a minute, no GPU",
     "train": "run a training job: --config run.yaml, flags, or both",
-    "train-many": "train several LoRA runs at once on one trainer and one engine: a.yaml b.yaml, and flags for all",
+    "train-many": "train several LoRA runs at once on one trainer and the same engines: a.yaml b.yaml, and flags for all",
     "eval": "evaluate a checkpoint without training; takes the arguments of train",
     "plan": "check a job and estimate layout, memory and time without a cluster; takes the arguments of train",
     "convert": "convert checkpoints between Hugging Face, distributed and FP8 formats, or compare two",

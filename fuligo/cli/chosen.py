@@ -29,7 +29,7 @@ class Checked:
     config: Config
     findings: tuple[Finding, ...]
     choices: tuple[str, ...]
-    """Lines for the console."""
+    """Chosen values with their reasons, as lines for the console."""
     warnings: tuple[str, ...] = ()
     """Warnings about the GPUs of this machine."""
 

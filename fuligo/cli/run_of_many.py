@@ -11,13 +11,13 @@ from fuligo.cli.first_process import end_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the configuration received over `--control` with the shared trainer and engine; return the exit code `COMPLETE`."""
+    """Run the configuration received over `--control` with the shared trainer and engines; return the exit code `COMPLETE`."""
     parser = argparse.ArgumentParser(prog="fuligo run-of-many", description=__doc__)
     parser.add_argument(
-        "--control", type=int, required=True, help="file descriptor that receives the configuration, then the access to the engine"
+        "--control", type=int, required=True, help="file descriptor that receives the configuration, then the access to the engines"
     )
     parser.add_argument("--trainer", type=int, required=True, help="file descriptor connected to the run's rank in the trainer")
-    parser.add_argument("--num-runs", type=int, required=True, help="number of runs that share the trainer and the engine")
+    parser.add_argument("--num-runs", type=int, required=True, help="number of runs that share the trainer and the engines")
     parser.add_argument("--resume", action="store_true", help="the run may replace recorded steps if it has no checkpoint")
     parser.add_argument("--parent-pid", type=int, required=True, help="process that started all runs")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`fuligo train-many`: several LoRA runs at once on one trainer and one engine."""
+"""`fuligo train-many`: several LoRA runs at once on one trainer and the same engines."""
 
 import re
 from collections import Counter
@@ -94,7 +94,7 @@ def prepare_many(
         try:
             sharing = [other for other in to_run.values() if other is not config]
             prepared[name] = prepare(config, warnings.get(name, ()), sharing=sharing, shown=shown)
-            # Before the shared trainer and engine start, check that the run can use its directory.
+            # Before the shared trainer and engines start, check that the run can use its directory.
             directory = prepared[name].run_directory(started)
             require_usable(directory, resume=resumes or Origin.find(prepared[name]).may_cut_back(prepared[name], directory))
         except ConfigError as error:

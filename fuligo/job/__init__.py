@@ -82,7 +82,7 @@ async def run_in_loop(config: Config) -> Outcome:
 
 
 def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> list[Path]:
-    """Run checked configurations concurrently, each in its own process, on one trainer and engine; return the run directories.
+    """Run checked configurations concurrently, each in its own process, on one trainer and the same engines; return the run directories.
 
     Args:
         configs: configurations by the name of the run; each sets its run directory

@@ -1,4 +1,4 @@
-"""One run's access to the trainer and engine that several runs share."""
+"""One run's access to the trainer and engines that several runs share."""
 
 import asyncio
 import pickle

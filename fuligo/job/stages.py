@@ -44,7 +44,7 @@ class Opened:
     cluster: RayCluster | None
     """Nodes of the run; None if everything runs on this machine."""
     lent: LentParts | None
-    """Trainer and engine that several runs share; None if the run has its own."""
+    """Trainer and engines that several runs share; None if the run has its own."""
     standbys: StandbyRanks | None
     """Processes for trainers after the first; None without --max-restarts, and on a cluster."""
     store: CheckpointStore | None

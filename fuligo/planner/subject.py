@@ -87,7 +87,7 @@ class Subject:
 
     @property
     def num_carried_mtp_parameters(self) -> int:
-        """Parameters of an MTP layer that the torch trainer does not load, and keeps for checkpoints and exports (`models.mtp`)."""
+        """Parameters of an MTP layer that the torch trainer's model lacks, but rank 0 keeps for checkpoints and exports (`models.mtp`)."""
         carries = not self.is_megatron and self.config.trains and family_of(self.architecture).has_mtp_module
         is_needed = carries and not self.config.uses_adapter and not self.config.train.mtp_num_layers
         return self.architecture.num_mtp_parameters if is_needed else 0

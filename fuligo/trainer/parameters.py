@@ -15,7 +15,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def sync_dtype(settings: TrainerSettings, of_checkpoint: torch.dtype) -> torch.dtype:
-    """Return the data type in which engines receive the weights: that of the settings or, if None, that of `hf_checkpoint`."""
+    """Return the data type in which engines receive the weights: that of the settings or, if None, `of_checkpoint`."""
     return of_checkpoint if settings.sync_dtype is None else DTYPES[settings.sync_dtype]
 
 

@@ -85,7 +85,7 @@ def e4m3_numbers() -> np.ndarray:
 
 
 def half_steps(values: np.ndarray) -> np.ndarray:
-    """Return half the distance between neighbouring e4m3 numbers around each of `values` (the wider one at powers of two)."""
+    """Return half the distance between neighboring e4m3 numbers around each of `values` (the wider one at powers of two)."""
     numbers = e4m3_numbers()
     steps = np.append(np.diff(numbers), numbers[-1] - numbers[-2])
     return steps[np.searchsorted(numbers, np.abs(values))] / 2

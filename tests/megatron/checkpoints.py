@@ -19,7 +19,7 @@ def uneven_model(family: str, *, layers: int = 2, seed: int = 0, **overrides: ob
 
 @torch.no_grad()
 def perturb(module: torch.nn.Module) -> None:
-    """Change the weights that transformers initialises to ones and zeros."""
+    """Change the weights that transformers initializes to ones and zeros."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if "norm" in name or name.endswith((".bias", "e_score_correction_bias")):
             tensor.add_(torch.randn_like(tensor), alpha=0.1)

@@ -91,7 +91,7 @@ def as_sample(index: int, request: Request) -> TrainSample:
 
 
 def largest_difference(policy: Policy, requests: Sequence[Request], num_rows: int = 3) -> float:
-    """Return the largest difference over `num_rows` packings of the samples, in other orders and with other neighbours."""
+    """Return the largest difference over `num_rows` packings of the samples, in other orders and with other neighbors."""
     rng = random.Random(1)
     samples = [as_sample(index, request) for index, request in enumerate(requests)]
     differences: list[float] = []

@@ -36,7 +36,7 @@ PROMPTS = [
     (IMAGES[2], [29], IMAGES[0], [31, 32, 33]),
     (IMAGES[0], [20, 21]),
 ]
-"""One and two images, an image that samples share, only text, and neighbouring images without text between them."""
+"""One and two images, an image that samples share, only text, and neighboring images without text between them."""
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])

@@ -3,7 +3,7 @@
     python fp8_loader.py SERVED NEXT [SERVED NEXT ...]
 
 Builds SGLang's model of each SERVED directory, loads its weights, then those of NEXT in their place, as an update of a running engine
-does. Prints a line of JSON for each: the model's class, the quantisation that SGLang found, and for both loads which parameters nothing
+does. Prints a line of JSON for each: the model's class, the quantization that SGLang found, and for both loads which parameters nothing
 was loaded into and whether the FP8 values and the scales in the model are those of the files.
 """
 

@@ -1,4 +1,4 @@
-// The cluster section: colours by a switch, peers on hover, focus or tap.
+// The cluster section: colors by a switch, peers on hover, focus or tap.
 
 const ROLE_NAMES = {
   trainer: "trainer",
@@ -74,7 +74,7 @@ function colourSwitch(changed) {
   return choice("Color by", "colour", options, state.colour, choose, "switch");
 }
 
-// Legend of the colours; hovering over a rank highlights its GPUs.
+// Legend of the colors; hovering over a rank highlights its GPUs.
 function clusterKey(refresh) {
   const dimension = colourDimension();
   if (!dimension) {

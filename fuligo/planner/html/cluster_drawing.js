@@ -1,4 +1,4 @@
-// The cluster as one SVG: nodes as boxes, GPUs as cells in them. Geometry only; cluster.js chooses colours and labels.
+// The cluster as one SVG: nodes as boxes, GPUs as cells in them. Geometry only; cluster.js chooses colors and labels.
 
 const NODE_GAP = 12;
 const LINE_GAP = 4;

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation against its definition as a double sum, and against cases worked out by hand."""
+"""Generalized advantage estimation against its definition as a double sum, and against cases worked out by hand."""
 
 import numpy as np
 import pytest

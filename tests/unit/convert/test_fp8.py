@@ -59,7 +59,7 @@ def _described(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, byt
 
 
 def expected(original: Tensors, quantisation: Quantisation) -> Tensors:
-    """Quantise each tensor in one piece."""
+    """Quantize each tensor in one piece."""
     made: Tensors = {}
     for name, tensor in original.items():
         if is_quantised_matrix(name, tuple(tensor.shape)):

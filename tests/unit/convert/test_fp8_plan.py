@@ -1,4 +1,4 @@
-"""Plan of `fuligo convert fp8`: arguments, tensors to quantise, and refusals before any work."""
+"""Plan of `fuligo convert fp8`: arguments, tensors to quantize, and refusals before any work."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ class TestWithoutWeights:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_names_in_files_and_the_shapes_of_the_family_agree(family: str, tmp_path: Path):
-    """Tensors to quantise are chosen by name if there are files and by kind of parameter if there is only a config.json; both agree."""
+    """Tensors to quantize are chosen by name if there are files and by kind of parameter if there is only a config.json; both agree."""
     model = save_family(tmp_path / "model", family)
     (tmp_path / "bare").mkdir()
     shutil.copy(model / "config.json", tmp_path / "bare")

@@ -18,7 +18,7 @@ from tests.fp8 import save_family
 
 @pytest.mark.parametrize("strategy", ["block", "channel"])
 def test_of_an_fp8_checkpoint_as_of_the_one_that_it_was_made_from(strategy: str, tmp_path: Path):
-    """Engines use FP8 while the trainer saves unquantised weights, so its checkpoint has no quantization_config."""
+    """Engines use FP8 while the trainer saves unquantized weights, so its checkpoint has no quantization_config."""
     source = save_family(tmp_path / "source", "qwen3")
     convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(tmp_path / "fp8"), "--strategy", strategy]), lambda _: None)
     for name in ("source", "fp8"):

@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_refused(bad: float):
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16]), st.sampled_from(list(STRATEGIES)))
 def test_what_is_quantised_stays_so(rows: int, columns: int, seed: int, name: str):
-    """Quantising twice gives the same values; scales change by at most one float32 rounding."""
+    """Quantizing twice gives the same values; scales change by at most one float32 rounding."""
     quantisation = STRATEGIES[name]
     values, scales = quantise(weight(rows, columns, seed=seed), quantisation)
     again, scales_again = quantise(dequantise(values, scales, quantisation), quantisation)
@@ -106,7 +106,7 @@ class TestStream:
         assert sent[2][1] is original[names[1]]
 
     def test_what_it_stores_otherwise_is_not(self):
-        """A published checkpoint may leave more matrices unquantised than the converter does."""
+        """A published checkpoint may leave more matrices unquantized than the converter does."""
         sent = quantised_weights([("model.layers.0.self_attn.o_proj.weight", weight(128, 128))], EngineQuantisation(BLOCKS, frozenset()))
         assert [tensor.dtype for _, tensor in sent] == [torch.bfloat16]
 

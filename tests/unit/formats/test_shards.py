@@ -86,7 +86,7 @@ def test_parts_that_are_not_the_whole_are_no_checkpoint(tmp_path: Path, whole: T
 
 
 def test_a_part_that_was_not_written_is_reported(saved: Path, whole: Tensor):
-    """Another writer may have left out a part; uninitialised memory must not become a weight."""
+    """Another writer may have left out a part; uninitialized memory must not become a weight."""
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].chunks.pop(0)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -125,7 +125,7 @@ async def test_stops_and_limits_have_the_names_of_each_api() -> None:
 
 
 async def test_answers_of_all_apis_belong_to_one_conversation() -> None:
-    """An answer to one API is recognised in a request to another."""
+    """An answer to one API is recognized in a request to another."""
     engine = Says("the sum" + ENDS[0])
     async with claude(engine) as (session, client), openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as other:
         messages: list[Any] = [{"role": "user", "content": "?"}]

@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_its_stream_cancels_the_request_in_the_engine
 
 @pytest.mark.parametrize("is_suspended", [False, True])
 async def test_the_end_of_a_session_ends_its_requests_at_once(is_suspended: bool) -> None:
-    """A client in a thread waits for the answer after its agent was cancelled; the engine must not go on for it."""
+    """A client in a thread waits for the answer after its agent was canceled; the engine must not go on for it."""
     engine = Held()
     async with opened(engine) as (gateway, session, client):
         if is_suspended:

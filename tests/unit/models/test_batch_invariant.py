@@ -1,4 +1,4 @@
-"""Batch-invariant operations: equal bits for any neighbours, and values near those of ordinary operations in float64."""
+"""Batch-invariant operations: equal bits for any neighbors, and values near those of ordinary operations in float64."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""The page is self-contained, and content of the plan cannot inject markup. tests/browser covers its behaviour."""
+"""The page is self-contained, and content of the plan cannot inject markup. tests/browser covers its behavior."""
 
 import base64
 import hashlib

@@ -169,7 +169,7 @@ def test_an_episode_that_cannot_resume_starts_over() -> None:
 
 
 async def test_a_cancelled_episode_closes_its_environment_and_can_continue() -> None:
-    """Cancelled while the environment answers, it asks the environment again, and not the engine."""
+    """Canceled while the environment answers, it asks the environment again, and not the engine."""
     engine, Hanging.asked, Hanging.closed = Writer(["a<|im_end|>"]), asyncio.Event(), 0
     Hanging.hangs, Hanging.hangs_at = True, "step"
     sample = fresh("hangs")

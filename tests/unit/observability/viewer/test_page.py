@@ -1,4 +1,4 @@
-"""Page in one file. Its behaviour is tested in tests/browser, its frame in tests/unit/planner."""
+"""Page in one file. Its behavior is tested in tests/browser, its frame in tests/unit/planner."""
 
 from importlib import resources
 

@@ -1,4 +1,4 @@
-"""Custom rewards: any misbehaviour fails its samples with the reason, and nothing else."""
+"""Custom rewards: any misbehavior fails its samples with the reason, and nothing else."""
 
 import asyncio
 import math

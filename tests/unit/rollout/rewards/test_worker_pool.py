@@ -1,4 +1,4 @@
-"""Reward workers that hang, die or are cancelled do not affect the pool."""
+"""Reward workers that hang, die or are canceled do not affect the pool."""
 
 import asyncio
 import os

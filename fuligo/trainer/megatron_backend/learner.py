@@ -133,7 +133,8 @@ class Learner:
 
     Args:
         chunks: this rank's stages with initial weights, whose untrained parameters are frozen.
-        flag, whose: flag of the learning rate, and model such as `of the value model`, for error messages.
+        flag: flag of the learning rate, for error messages.
+        whose: model, such as `of the value model`, for error messages; empty for the policy.
     """
 
     def __init__(

@@ -1,2 +1,1 @@
-"""SGLang servers. SGLang is launched as a process and called over HTTP, never imported here, except by the plugins
-in `exact` and `sync`."""
+"""SGLang servers. SGLang runs in its own processes and is called over HTTP; only the plugins in subfolders, which it loads, import it."""

@@ -34,8 +34,7 @@ class ReportSize:
     num_troubled: int = 24
     """Newest additional samples that failed, were truncated or were dropped."""
     num_prompts: int = 25
-    """Number of prompts with the lowest and the highest pass rate, and with the largest decrease and increase of
-    the mean reward: this many of each."""
+    """Number of prompts of each kind: lowest and highest pass rate, largest decrease and increase of the mean reward."""
     max_tokens: int = 200_000
     """Total response tokens, for training and evaluations each; samples beyond are listed without their tokens."""
 

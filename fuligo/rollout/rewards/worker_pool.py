@@ -116,8 +116,10 @@ class WorkerPool:
     def __init__(self, judge: str, num_workers: int | None, timeout_s: float) -> None:
         """Store the settings; no process starts before the first request.
 
-        `judge` is a file next to this one with `prepare()` and `judge(**request) -> bool`. `num_workers`:
-        None for one per core, at most 4. `timeout_s`: seconds per request.
+        Args:
+            judge: file next to this one with `prepare()` and `judge(**request) -> bool`.
+            num_workers: maximum number of processes; None: one per core, at most 4.
+            timeout_s: seconds per request.
         """
         self._judge = Path(__file__).with_name(judge)
         self._timeout_s = timeout_s

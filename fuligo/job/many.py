@@ -1,4 +1,4 @@
-"""Several runs at once on one copy of the base weights: a trainer in this process, one engine, and a process for each run.
+"""Several runs at once on one copy of the base weights: a trainer in this process, engines, and a process for each run.
 
 Each run has its own driver, with its configuration, data, rewards, records and checkpoints, so that a failed run does not disturb the
 others. It differs from a single run only in that its trainer rank and its engine are shared (`job.lent`).

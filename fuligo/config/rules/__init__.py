@@ -1,1 +1,1 @@
-"""Rules on combinations of flags. A rule is a pure function of the config that returns a violation, or None."""
+"""Rules on combinations of flags. A rule is a pure function of the config that yields violations."""

@@ -1,4 +1,4 @@
-"""Attention over packed rows for Megatron's layers without TransformerEngine, because Megatron's local attention does not support packing.
+"""Attention over packed rows, used without TransformerEngine and where it has no kernel: Megatron's local attention supports no packing.
 
 Each sequence is cut into 2 * cp equal pieces, and context-parallel rank r holds the pieces r and 2 * cp - 1 - r (zigzag, as in
 TransformerEngine and load-balanced Ring Attention), so that all ranks have equal work under a causal mask. Keys and values are gathered

@@ -44,7 +44,7 @@ class ServerSettings:
 
     @property
     def accepted_drafts(self) -> int:
-        """The most drafts that one decoding step accepts. One of the verified tokens is no draft."""
+        """Largest number of drafts that one decoding step accepts; one of the verified tokens is not a draft."""
         return min(self.draft_steps, self.draft_tokens - 1)
 
 

@@ -4,14 +4,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from fuligo.quantities import count
-from tests.e2e.command import REPOSITORY, environment
+from tests.e2e.command import REPOSITORY, environment, in_own_process
 from tests.e2e.conftest import Job
 from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.records import metrics
@@ -67,7 +66,7 @@ def test_a_run_in_a_bare_container_reaps_orphans_and_saves_on_sigterm(job: Job, 
         run_dir=run_dir,
     )
     read_only = [sysconfig.get_path("purelib"), str(REPOSITORY / "fuligo")]
-    command = ["setpriv", "--pdeathsig", "KILL", *NAMESPACES, "sh", "-c", BOOT, "sh", *read_only, sys.executable, "-m", "fuligo", *train]
+    command = ["setpriv", "--pdeathsig", "KILL", *NAMESPACES, "sh", "-c", BOOT, "sh", *read_only, *in_own_process(*train)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     try:
         wait_until(lambda: len(metrics(run_dir)) >= 3 or process.poll() is not None, "three steps are recorded")

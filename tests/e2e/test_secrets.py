@@ -50,7 +50,7 @@ def test_a_run_leaves_no_secret_behind(job: Job, judge: str, tmp_path: Path) -> 
     flags = {
         "rm_type": "remote_rm",
         "rm_url": f"http://me:{KEY}-1@{judge}/?api_key={KEY}-2",
-        "env": json.dumps({"MY_SETTING": f"{KEY}-3", "HF_TOKEN": "${OUTER_TOKEN}"}),
+        "env": json.dumps({"MY_SETTING": f"{KEY}-3", "WANDB_API_KEY": "${OUTER_TOKEN}"}),
         "num_rollout": 1,
         "save": save,
         "save_debug_rollout_data": tmp_path / "debug" / "{rollout_id}.pt",

@@ -44,7 +44,8 @@ def command(job: Job, run_dir: Path, kind: str, **flags: object) -> list[str]:
 @pytest.mark.parametrize(
     "mode",
     [
-        {"partial_rollout": True, "over_sampling_batch_size": 6},
+        # test_no_loss.py carries partial samples over a kill; an episode then continues as here.
+        pytest.param({"partial_rollout": True, "over_sampling_batch_size": 6}, marks=pytest.mark.slow),
         {"async_mode": "full", "max_staleness": 2},
     ],
     ids=["partial", "full"],
@@ -78,11 +79,11 @@ def test_interrupted_episodes_are_trained_as_they_were_sampled(mode: dict[str, o
 )
 def test_a_killed_run_repeats_the_episodes_of_its_rollout(mode: dict[str, object], job: Job, tmp_path: Path) -> None:
     """Killed while episodes are in flight; in both modes the resumed run samples what an undisturbed one samples."""
-    undisturbed, killed = (command(job, tmp_path / name, "Resumable", **mode, num_rollout=3) for name in ("undisturbed", "killed"))
+    undisturbed, killed = (command(job, tmp_path / name, "Resumable", **mode, num_rollout=2) for name in ("undisturbed", "killed"))
     succeed(*undisturbed)
     assert fuligo(*killed, KILL_AT="step:1").returncode == -signal.SIGKILL
     succeed(*killed)
-    assert len(metrics(tmp_path / "killed")) == 3
+    assert len(metrics(tmp_path / "killed")) == 2
     expected, rows = (sample_rows(tmp_path / name, *COLUMNS) for name in ("undisturbed", "killed"))
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected, strict=True):

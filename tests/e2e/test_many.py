@@ -20,7 +20,7 @@ from tests.e2e.records import TOKENS, evaluations, json_lines, metrics, sample_r
 from tests.e2e.warm_children import ForkServer
 
 pytestmark = pytest.mark.timeout(1200)
-NUM_ROLLOUTS = 3
+NUM_ROLLOUTS = 2
 COMMON = {"num_rollout": NUM_ROLLOUTS, "save_interval": 1, "rm_type": None, "custom_rm_path": "tests.e2e.killers.reward"}
 RUNS: Mapping[str, Mapping[str, object]] = {
     "wide": {

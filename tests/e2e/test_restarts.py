@@ -9,7 +9,7 @@ from tests.e2e.command import fail, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, checkpoint, evaluations, metrics, sample_rows
 
-NUM_ROLLOUTS = 5
+NUM_ROLLOUTS = 4
 pytestmark = pytest.mark.timeout(1200)
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_loses_ranks_equals_an_undisturbed_one(command: list[str], un
     assert weights(run_dir) == weights(undisturbed)
 
     steps, engines = zip(*(line.split(maxsplit=1) for line in (run_dir / "engines.txt").read_text().splitlines()))
-    assert steps == tuple("010123234"), "what was trained, again after each restart"
+    assert steps == tuple("01012323"), "what was trained, again after each restart"
     assert len(set(engines)) == 1, "one engine served all along"
     if "ray" not in command:
         assert (run_dir / "log.txt").read_text().count("2 of 2 trainer ranks start from standby processes") == 2

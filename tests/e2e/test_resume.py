@@ -76,16 +76,16 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     assert evaluations(run_dir) == evaluations(uninterrupted)
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+# Both signals end a run at both moments by the same path.
+@pytest.mark.parametrize("numbers", [("SIGINT", "SIGTERM"), pytest.param(("SIGTERM", "SIGINT"), marks=pytest.mark.slow)], ids=" then ".join)
 def test_a_run_that_a_signal_ends_saves_the_last_complete_rollout(
-    number: str, command: list[str], uninterrupted: Path, tmp_path: Path
+    numbers: tuple[str, str], command: list[str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     """While responses are sampled, then in a training step, which is finished first; no checkpoint is scheduled before the end."""
     run_dir = tmp_path / "run"
     flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints", "--save-interval", "100"]
-    if number == "SIGTERM":
-        flags += ["--save-on-sigterm", "120"]
-    for moment, num_saved in (("rollout:2", 2), ("train:3", 4)):
+    flags += ["--save-on-sigterm", "120"]
+    for number, moment, num_saved in zip(numbers, ("rollout:2", "train:3"), (2, 4), strict=True):
         done = fuligo(*flags, KILL_AT=moment, KILL_WITH=number)
         assert done.returncode == INTERRUPTED, done.stderr
         assert f"resume after {num_saved} rollouts with: fuligo train" in done.stderr

@@ -84,16 +84,18 @@ unit: install-dev
 ready:
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang install-verifiers browser lint imports
 
-# The other tests leave a core idle at times: beside them run the type checker, then the tests of Ray and SGLang, which wait for one
-# another's processes, and together take as long as the others.
+# The other tests leave a core idle at times: beside them run the type checker, then the tests of Ray and SGLang, of pages and of random
+# faults, which wait for other processes, and together take as long as the others.
 test: ready
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main types test-servers test-verifiers
 
+BESIDE := tests/sglang tests/cluster tests/browser tests/chaos
+
 test-main: install-dev
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" --ignore tests/sglang --ignore tests/cluster
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" $(BESIDE:%=--ignore %)
 
 test-servers: install-sglang install-dev
-	.venv/bin/python -m pytest tests/sglang tests/cluster -m "not slow"
+	.venv/bin/python -m pytest $(BESIDE) -m "not slow"
 
 test-verifiers: install-verifiers
 	.venv-verifiers/bin/python -m pytest -q tests/unit/environments/adapters/test_verifiers.py

@@ -23,7 +23,7 @@ DRAWN = [STANDBY_KILLED, NETWORK_LOST]  # tests/e2e/test_restarts.py kills ranks
 def test_a_run_survives_each_fault(faults: list[Fault], checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """`make chaos` starts all processes fresh, and draws from all faults."""
     with machine(tmp_path) as own, nullcontext() if HAS_CUDA else own.warm() as warm:
-        campaign = Campaign(own, checkpoint, prompts, num_rollouts=16, mode=RESTARTING, random=random.Random(7), warm=warm)
+        campaign = Campaign(own, checkpoint, prompts, num_rollouts=12, mode=RESTARTING, random=random.Random(7), warm=warm)
         campaign.survive(iter(faults))
         assert {strike.fault for strike in campaign.strikes} == {fault.name for fault in faults}
         # Without faults, the run needs no machine of its own.

@@ -15,7 +15,7 @@ def run(run_dir: Path, *arguments: Any) -> list[dict[str, Any]]:
 
 
 def test_the_model_learns_to_use_its_tool(tmp_path: Path) -> None:
-    first, *_, last = run(tmp_path / "run", "--num-rollout", 6, "--environment-isolation", "process")
+    first, *_, last = run(tmp_path / "run", "--num-rollout", 4, "--environment-isolation", "process")
     assert last["rollout/reward_mean"] > 0.8 > first["rollout/reward_mean"]
     assert last["rollout/sample/calls/calculator"] >= 1 and last["rollout/sample/turns"] > first["rollout/sample/turns"]
 

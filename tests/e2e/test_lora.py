@@ -36,6 +36,7 @@ def adapter(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / f"iter_{NUM_ROLLOUTS:07d}" / "adapter"
 
 
+@pytest.mark.slow  # test_many.py kills and resumes runs with adapters
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints"]

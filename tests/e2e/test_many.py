@@ -74,7 +74,10 @@ def assert_equal(run: Path, alone: Path) -> None:
     assert len(metrics(run)) == NUM_ROLLOUTS
     assert sample_rows(run, *TOKENS) == sample_rows(alone, *TOKENS)
     assert evaluations(run) == evaluations(alone)
-    assert json_lines(run / "adapters.jsonl") == json_lines(alone / "adapters.jsonl")
+    recorded = json_lines(run / "adapters.jsonl")
+    assert recorded == json_lines(alone / "adapters.jsonl")
+    assert [line["version"] for line in recorded] == list(range(NUM_ROLLOUTS + 1))
+    assert len({line["adapter"]["checksum"] for line in recorded}) == NUM_ROLLOUTS + 1
     ours, theirs = (path / "checkpoints" / f"iter_{NUM_ROLLOUTS:07d}" for path in (run, alone))
     for file in ("adapter/adapter_model.safetensors", "rng/rank_00000.safetensors", "trainer.json"):
         assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file

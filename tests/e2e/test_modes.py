@@ -97,6 +97,7 @@ def test_a_longer_run_continues_a_shorter_one_and_weights_may_go_by_disk(full: P
     assert sample_rows(run_dir, *TOKENS) == sample_rows(full / "run", *TOKENS)
 
 
+@pytest.mark.slow  # tests/parity/test_torch_trainer_ranks.py compares two ranks with one, test_restarts.py the weights that they send
 def test_two_ranks_train_as_one(full: Path, job: Job, tmp_path: Path) -> None:
     succeed(*job(**TWO_STEPS, actor_num_gpus_per_node=2, check_weight_update_equal=True, run_dir=tmp_path / "run"))
     for two, one in zip(metrics(tmp_path / "run"), metrics(full / "run"), strict=True):
@@ -244,6 +245,7 @@ def test_supervised_training_lowers_its_loss(job: Job, prompts: Path, tmp_path: 
     assert [record["num_rollouts"] for record in evaluations(tmp_path / "run")] == [0, 10]
 
 
+@pytest.mark.slow  # tests/unit/trainer/test_shared_gradients.py compares the metrics; runs with shared prefixes are exact below
 def test_shared_prefixes_change_no_metric(job: Job, tmp_path: Path) -> None:
     flags = {**TWO_STEPS, "use_kl_loss": True, "kl_loss_coef": 0.1, "max_tokens_per_gpu": 128, "num_rollout": 2}
     for choice in ("on", "off"):

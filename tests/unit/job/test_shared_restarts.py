@@ -290,7 +290,8 @@ async def test_a_death_in_the_middle_of_a_turn(open_world: Open, path: str, num_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
+# A hang is a death after a timeout; the test above has one at every call.
+@pytest.mark.parametrize("path", ["/release_memory_occupation", pytest.param("/resume_memory_occupation", marks=pytest.mark.slow)])
 async def test_an_engine_that_hangs_in_the_middle_of_a_turn(open_world: Open, path: str) -> None:
     async with open_world(2, {0: Fault(path, "hangs")}, call_timeout_s=4.0) as world:
         await world.take_up(2)

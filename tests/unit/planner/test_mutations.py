@@ -15,7 +15,7 @@ from tests.cluster_recipes import CLUSTER_RECIPES, gpu_of
 from tests.unit.planner.mutations import Mutation, mutations, other_sizes_that_fit, read
 from tests.unit.planner.sizes_oracle import read_recipe
 
-NUM_MUTATIONS = 200
+NUM_MUTATIONS = 120
 MIN_CAUGHT = 0.97
 NUM_SIZES = 20
 FAST = {"glm4-9b/separate", "glm4.5-355b/fp8", "glm4.7-flash/2x8", "glm5.2-744b/config", "gpt-oss-20b/config", "qwen3-4b/config"}

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from fuligo.environments import AssistantTurn, Environment, EnvironmentSettings, Row, Start, Step, ToolEnvironment
+from fuligo.environments.isolation import workers
 from fuligo.environments.isolation.factory import IsolatedFactory
-from fuligo.environments.isolation.workers import Workers
+from fuligo.rollout import environment_calls
 from fuligo.types import Sample, SampleStatus
 from tests.unit.rollout.episode_environments import Broken
 from tests.unit.rollout.episode_world import PARAMS, Writer, episodes, fresh, run
@@ -93,10 +94,10 @@ class Stubborn(Environment):
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[IsolatedFactory]:
     """Start processes for the class below, which the cases share."""
-    workers = Workers(f"{Broken.__module__}.Broken", {})
-    workers.start()
-    yield IsolatedFactory(Broken, EnvironmentSettings(), workers)
-    workers.close()
+    started = workers.Workers(f"{Broken.__module__}.Broken", {})
+    started.start()
+    yield IsolatedFactory(Broken, EnvironmentSettings(), started)
+    started.close()
 
 
 @pytest.mark.parametrize("has_processes", [False, True])
@@ -127,8 +128,10 @@ def isolated() -> Iterator[IsolatedFactory]:
     ],
 )
 async def test_an_environment_that_fails_fails_only_its_sample(
-    prompt: str, error: str, has_processes: bool, isolated: IsolatedFactory
+    prompt: str, error: str, has_processes: bool, isolated: IsolatedFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "ignores" in prompt:
+        monkeypatch.setattr(workers, "_CANCEL_S", 0.2)
     template = "deepseekv3" if "template" in prompt else "CHATML"
     turn_timeout_s = 1.0 if "did not return" in error else 60.0
     factory = isolated if has_processes else None
@@ -140,7 +143,11 @@ async def test_an_environment_that_fails_fails_only_its_sample(
 
 
 @pytest.mark.long
-def test_a_call_that_ignores_its_cancellation_does_not_outlive_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_ignores_its_cancellation_does_not_outlive_the_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_calls, "_END_S", 0.2)
+
     async def run_and_close() -> Sample:
         runner = episodes(Writer(["a<|im_end|>"]), Stubborn, turn_timeout_s=0.05)
         (sample,) = await runner(fresh(), PARAMS)

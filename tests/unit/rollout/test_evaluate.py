@@ -59,19 +59,19 @@ def test_failed_samples_are_left_out_and_counted():
 
 @pytest.mark.long
 async def test_answers_that_hang_the_judge_count_as_wrong():
-    """One right answer and three on which the comparison outlasts --rm-timeout-s give 1/4, not 1."""
-    judged = group(0, [None] * 4)
-    for sample, answer in zip(judged.samples, ["5", *["9^{9^{9^{9}}}"] * 3], strict=True):
+    """A right answer and one on which the comparison outlasts --rm-timeout-s give 1/2, not 1."""
+    judged = group(0, [None] * 2)
+    for sample, answer in zip(judged.samples, ["5", "9^{9^{9^{9}}}"], strict=True):
         sample.reward, sample.error, sample.status = None, None, SampleStatus.COMPLETED
         sample.versions = np.zeros(3, np.int32)
         sample.label, sample.response = "5", f"\\boxed{{{answer}}}"
     async with RewardRunner(RewardFlags(rm_type="math", rm_timeout_s=1.0)) as runner:
         await runner(judged)
-    metrics = eval_metrics("aime", 4, None, [judged])
-    assert metrics["eval/aime/mean@4"] == 0.25 and metrics["eval/aime/pass@4"] == 1.0
-    assert (metrics["eval/aime/num_failed"], metrics["eval/aime/num_judge_timeouts"]) == (0, 3)
-    assert "no verdict within 1 s (--rm-timeout-s)" in str(judged.samples[3].judge_error)
-    assert sample_metrics([judged], reward_key=None, policy_version=0)["rollout/num_judge_timeouts"] == 3
+    metrics = eval_metrics("aime", 2, None, [judged])
+    assert metrics["eval/aime/mean@2"] == 0.5 and metrics["eval/aime/pass@2"] == 1.0
+    assert (metrics["eval/aime/num_failed"], metrics["eval/aime/num_judge_timeouts"]) == (0, 1)
+    assert "no verdict within 1 s (--rm-timeout-s)" in str(judged.samples[1].judge_error)
+    assert sample_metrics([judged], reward_key=None, policy_version=0)["rollout/num_judge_timeouts"] == 1
 
 
 def test_a_set_whose_samples_all_fail_is_an_error_with_their_reason():

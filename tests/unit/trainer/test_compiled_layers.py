@@ -182,23 +182,29 @@ LATER_ROWS = [*ROWS, [(30, 170)], [(1, 1), (2, 3)], [(7, 9)] * 14, [(20, 236)], 
 """Rows of a sample that shares no prefix, with a sample of two tokens, of many samples, full, and longer than all before."""
 
 
-# The value model's case has an adapter and its reference as well. Other cases trace the gradients of its layers.
+# The last case has an adapter with its reference, and a frozen model as well. Other cases trace the gradients of its layers.
 @pytest.mark.parametrize(
     "case",
-    [pytest.param("adapter", marks=pytest.mark.slow), "shared prefixes", "reference and teacher", "value model beside an adapter"],
+    [
+        pytest.param("adapter", marks=pytest.mark.slow),
+        "shared prefixes",
+        pytest.param("reference and teacher", marks=pytest.mark.slow),
+        "value model and teacher beside an adapter",
+    ],
 )
 def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, dict[str, object]] = {
         "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
         "shared prefixes": {"shares_prefixes": True},
         "reference and teacher": {"reference_weights": checkpoint, "teacher_weights": checkpoint},
-        "value model beside an adapter": {
+        "value model and teacher beside an adapter": {
             "lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)),
             "reference_weights": checkpoint,
+            "teacher_weights": checkpoint,
             "critic": CriticSettings(checkpoint, OptimizerSettings(LearningRateSchedule(peak=1e-3))),
         },
     }
-    if case == "value model beside an adapter":
+    if case == "value model and teacher beside an adapter":
         monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="eager"))
     worker = make_worker(checkpoint, capacity=Capacity(max_tokens=256), **settings[case])
     expected = [scores_and_gradients(worker, lengths) for lengths in LATER_ROWS]

@@ -126,6 +126,7 @@ async def test_a_server_that_cannot_listen_says_so(checkpoint: Path, tmp_path: P
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm_children")
 async def test_sigterm_answers_waiting_requests_and_ends_cleanly(checkpoint: Path, tmp_path: Path) -> None:
     """The process runs in the background, where Ctrl-C does not reach it."""
     with interrupt(ignored=True):
@@ -142,6 +143,7 @@ async def test_sigterm_answers_waiting_requests_and_ends_cleanly(checkpoint: Pat
 
 
 @pytest.mark.long
+@pytest.mark.slow  # tests/e2e/test_interrupts.py kills a run, whose engine ends in the same way
 async def test_nothing_is_left_when_the_parent_is_killed(checkpoint: Path, tmp_path: Path) -> None:
     parent = f"""
 import asyncio, sys, time

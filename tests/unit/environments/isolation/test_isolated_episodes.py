@@ -117,13 +117,12 @@ async def test_a_process_that_misbehaves_fails_its_own_episode(shared: IsolatedF
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("prompt", ["blocks", "computes in C", "waits for a lock", "ignores signals", "blocks in reset", "blocks in close"])
 @pytest.mark.usefixtures("killed_soon")
-async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isolate, prompt: str) -> None:
+async def test_processes_that_block_are_killed_and_hold_up_nobody(isolate: Isolate) -> None:
     factory = isolate(Misbehaving)
-    blocked = environment(factory, prompt)
 
-    async def block() -> None:
+    async def block(prompt: str) -> None:
+        blocked = environment(factory, prompt)
         try:
             async with asyncio.timeout(1.0):
                 await blocked.reset()
@@ -133,11 +132,11 @@ async def test_a_process_that_blocks_is_killed_and_holds_up_nobody(isolate: Isol
         finally:
             await blocked.close()
 
-    task = asyncio.create_task(block())
+    prompts = ("blocks", "computes in C", "waits for a lock", "ignores signals", "blocks in reset", "blocks in close")
+    blocking = asyncio.gather(*map(block, prompts), return_exceptions=True)
     for _ in range(20):
         await play(environment(factory))
-    with pytest.raises(TimeoutError):
-        await task
+    assert {prompt: type(end) for prompt, end in zip(prompts, await blocking, strict=True)} == dict.fromkeys(prompts, TimeoutError)
     assert factory.workers._spawner.process is not None
     children = psutil.Process(factory.workers._spawner.process.pid).children()
     async with asyncio.timeout(60):
@@ -364,7 +363,8 @@ asyncio.run(main())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+# SIGTERM has its default action here and ends the run as SIGKILL does.
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_no_process_outlives_the_run(number: signal.Signals) -> None:
     root = str(Path(__file__).parents[4])
     run = subprocess.Popen([sys.executable, "-c", RUN], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

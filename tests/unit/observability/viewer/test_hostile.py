@@ -125,7 +125,7 @@ def _long_text(run: Path) -> None:
     """Write a small file that stands for gigabytes of text."""
     table = pq.read_table(run / "samples" / "rollout_000003.parquet")
     at = table.column_names.index("response")
-    table = table.set_column(at, "response", pa.array(["a" * 2**24] * len(table), pa.large_string()))
+    table = table.set_column(at, "response", pa.array(["a" * 2**23] * len(table), pa.large_string()))
     pq.write_table(table, run / "samples" / "rollout_000003.parquet", compression="zstd")
 
 

@@ -35,7 +35,8 @@ def _flags(case: Case) -> str:
     return " ".join([*words, f"--context-parallel-size 1 --actor-num-nodes {nodes} --rollout-batch-size 4096"])
 
 
-@pytest.mark.parametrize("part", range(4))
+# All parts draw from the same sizes.
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
 def test_the_rules_refuse_what_megatron_refuses(part: int) -> None:
     for case, is_refused in list(zip(cases(), VERDICTS, strict=True))[part::4]:
         subject = Run(MIXTURE if case.is_mixture else DENSE, _flags(case)).subject()

@@ -178,7 +178,7 @@ async def main():
     pool = WorkerPool("symbolic_judge.py", num_workers=2, timeout_s=60.0)
     pool._judge = Path(sys.argv[1])
     await asyncio.gather(*(pool.ask(seconds=0.01) for _ in range(2)))
-    pool._timeout_s = 5.0
+    pool._timeout_s = 2.0
     hanging = asyncio.create_task(pool.ask(seconds=3600))
     while not pool._busy:
         await asyncio.sleep(0.01)

@@ -84,12 +84,13 @@ unit: install-dev
 ready:
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync install-sglang install-verifiers browser lint imports
 
-# The other tests leave a core idle at times: beside them run the type checker, then the tests of Ray and SGLang, of pages and of random
-# faults, which wait for other processes, and together take as long as the others.
+# Tests that wait for other processes. Those of Ray use the SGLang that those of SGLang have imported.
+BESIDE := tests/browser tests/chaos tests/sglang tests/cluster
+
+# The other tests leave a core idle at times: beside them run the type checker, then the tests `BESIDE`, which together take as long as the
+# others.
 test: ready
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main types test-servers test-verifiers
-
-BESIDE := tests/sglang tests/cluster tests/browser tests/chaos
 
 test-main: install-dev
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" $(BESIDE:%=--ignore %)

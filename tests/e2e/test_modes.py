@@ -216,7 +216,7 @@ def test_requests_that_a_weight_sync_interrupts_continue_where_they_stopped(job:
     """The engine is slow, so that many syncs interrupt requests; weights barely change, so that all versions' log-probabilities agree."""
     run_dir = tmp_path / "run"
     slow = {"rollout_max_response_len": 120, "embedded_max_running_requests": 6, "lr": 1e-12}
-    succeed(*job(**slow, async_mode="full", max_staleness=3, use_tis=True, num_rollout=5, run_dir=run_dir))
+    succeed(*job(**slow, async_mode="full", max_staleness=3, use_tis=True, num_rollout=4, run_dir=run_dir))
     kept = [row for row in sample_rows(run_dir, "kept", "versions", "engine_logprobs", "trainer_logprobs") if row["kept"]]
     interrupted = [row for row in kept if len(set(row["versions"])) > 1]
     assert interrupted

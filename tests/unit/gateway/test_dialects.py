@@ -78,7 +78,7 @@ async def test_openais_client_reads_the_items_of_a_response() -> None:
 
 
 @pytest.mark.parametrize("template", ["CHATML", "QWEN3"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 async def test_an_agent_of_anthropics_api_is_trained_on_what_the_engine_sampled(template: str, seed: int) -> None:
     """Random turns with tools, sent back as Anthropic's client returned them."""
     engine = RandomEngine(random.Random(seed))
@@ -95,7 +95,7 @@ async def test_an_agent_of_anthropics_api_is_trained_on_what_the_engine_sampled(
 
 
 @pytest.mark.parametrize("template", ["CHATML", "QWEN3"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 async def test_an_agent_of_the_responses_api_is_trained_on_what_the_engine_sampled(template: str, seed: int) -> None:
     engine = RandomEngine(random.Random(seed))
     async with opened(engine, template=template) as (_, session, client):

@@ -234,7 +234,13 @@ async def test_an_engine_that_hangs_in_the_broken_group_is_restarted_too(open_wo
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("transport", "path"), [("tensor", "/pause_generation"), ("disk", CALL["disk"]), ("tensor", CALL["tensor"]), ("gloo", CALL["gloo"])]
+    ("transport", "path"),
+    [
+        ("tensor", "/pause_generation"),
+        pytest.param("disk", CALL["disk"], marks=pytest.mark.slow),  # a call with the deadline of the one above
+        ("tensor", CALL["tensor"]),
+        ("gloo", CALL["gloo"]),
+    ],
 )
 async def test_an_engine_whose_scheduler_hangs_is_restarted(
     open_world: Open, monkeypatch: pytest.MonkeyPatch, transport: Transport, path: str

@@ -23,7 +23,7 @@ COLUMNS = (
     "reward",
 )
 
-LONG = {"LONG_STEP_S": "1.5"}
+LONG = {"LONG_STEP_S": "1.0"}
 """Environment in which some episodes outlast a rollout."""
 
 

@@ -14,7 +14,7 @@ from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
 
 pytestmark = pytest.mark.timeout(1200)
-NUM_ROLLOUTS = 3
+NUM_ROLLOUTS = 2
 LORA = {"lora_rank": 4, "lr": 1e-2, "use_kl_loss": True, "num_rollout": NUM_ROLLOUTS, "save_interval": 1, "num_steps_per_rollout": 2}
 SHARED = {"share_prefixes": "on"}  # as other runs do not
 
@@ -40,7 +40,7 @@ def adapter(run_dir: Path) -> Path:
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints"]
-    assert fuligo(*flags, KILL_AT="train:2").returncode == -signal.SIGKILL
+    assert fuligo(*flags, KILL_AT="train:1").returncode == -signal.SIGKILL
     succeed(*flags)
     assert metrics(run_dir) == metrics(uninterrupted)
     assert sample_rows(run_dir, *TOKENS) == sample_rows(uninterrupted, *TOKENS)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.quantities import count
 from tests import tiny
 from tests.e2e.command import environment, fuligo, in_own_process, succeed
 from tests.e2e.conftest import Job
 from tests.e2e.records import TOKENS, evaluations, metrics, sample_rows
 
 INTERRUPTED = 130
+NUM_ROLLOUTS = 5
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def command(job: Job, prompts: Path) -> list[str]:
         eval_prompt_data=["held_out", f"{prompts}@[0:4]"],
         eval_interval=2,
         n_samples_per_eval_prompt=2,
-        num_rollout=6,
+        num_rollout=NUM_ROLLOUTS,
         num_steps_per_rollout=2,
         save_interval=1,
     )
@@ -51,12 +53,12 @@ def test_same_seed_same_metrics_and_tokens(command: list[str], uninterrupted: Pa
 def test_saving_beside_training_changes_nothing(command: list[str], uninterrupted: Path, tmp_path: Path) -> None:
     succeed(*command, "--run-dir", tmp_path / "run", "--async-save")
     assert metrics(tmp_path / "run") == metrics(uninterrupted)
-    saved, directly = (directory / "checkpoints" / "iter_0000006" for directory in (tmp_path / "run", uninterrupted))
+    saved, directly = (directory / "checkpoints" / f"iter_{NUM_ROLLOUTS:07d}" for directory in (tmp_path / "run", uninterrupted))
     for model in ("hf", "critic"):
         assert all((saved / model / file.name).read_bytes() == file.read_bytes() for file in (directly / model).iterdir())
 
 
-MOMENTS = ("rollout:2", "train:3", "save:4")
+MOMENTS = ("rollout:1", "train:2", "save:3")
 
 
 @pytest.mark.timeout(1200)
@@ -85,11 +87,11 @@ def test_a_run_that_a_signal_ends_saves_the_last_complete_rollout(
     run_dir = tmp_path / "run"
     flags = [*command, "--run-dir", run_dir, "--load", run_dir / "checkpoints", "--save-interval", "100"]
     flags += ["--save-on-sigterm", "120"]
-    for number, moment, num_saved in zip(numbers, ("rollout:2", "train:3"), (2, 4), strict=True):
+    for number, moment, num_saved in zip(numbers, ("rollout:1", "train:2"), (1, 3), strict=True):
         done = fuligo(*flags, KILL_AT=moment, KILL_WITH=number)
         assert done.returncode == INTERRUPTED, done.stderr
-        assert f"resume after {num_saved} rollouts with: fuligo train" in done.stderr
-    assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+        assert f"resume after {count(num_saved, 'rollout')} with: fuligo train" in done.stderr
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000001", "iter_0000003"]
 
     succeed(*flags)
     assert metrics(run_dir) == metrics(uninterrupted)

@@ -148,7 +148,7 @@ def worst_difference(model: Any, requests: Sequence[Request]) -> float:
     return worst
 
 
-def mixed_requests(answered: Answered, number: int = 20) -> list[Request]:
+def mixed_requests(answered: Answered, number: int = 20, lengths: Sequence[int] = (1, 2, 12, 40, 90)) -> list[Request]:
     """Send more requests than rows, of mixed lengths and parameters, some with a shared prompt; the KV pool has to grow."""
     rng = random.Random(0)
     common = [rng.randrange(3, 400) for _ in range(20)]
@@ -158,7 +158,7 @@ def mixed_requests(answered: Answered, number: int = 20) -> list[Request]:
         params: dict[str, Any] = rng.choice(
             [{}, {}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 50}, {"temperature": 1.5, "min_p": 0.05}]
         )
-        requests.append(answered.submit(prompt, rng.choice([1, 2, 12, 40, 90]), **params))
+        requests.append(answered.submit(prompt, rng.choice(lengths), **params))
     return requests
 
 
@@ -198,7 +198,8 @@ def test_abort_and_continue(answered: Answered, checkpoint: Path) -> None:
 @each_storage
 def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_path: Path) -> None:
     """The first update comes as tensors, the second as a directory."""
-    before = mixed_requests(answered, 4)
+    lengths = (1, 2, 12, 40)
+    before = mixed_requests(answered, 4, lengths)
     answered.wait(before)
     newer = reference(checkpoint)
     for version, source in enumerate(("tensors", "directory"), start=1):
@@ -206,7 +207,7 @@ def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_
         newer.save_pretrained(tmp_path)
         load = (lambda: as_sent(newer)) if source == "tensors" else (lambda: str(tmp_path))
         answered.engine.update_weights(version, load, flush=True, abort_all=False).result(60)
-        after = mixed_requests(answered, 5)
+        after = mixed_requests(answered, 5, lengths)
         answered.wait(after)
         assert worst_difference(newer, after) < TOLERANCE, source
         assert worst_difference(newer, before) > 100 * TOLERANCE, source

@@ -43,6 +43,8 @@ from fuligo.trainer.settings import advantage_settings, bound_hook, sample_setti
 from fuligo.weights.sync import VersionCounter, WeightSync
 
 logger = logging.getLogger(__name__)
+SPAWNING_S = 0.05
+"""Time in which the event loop starts the engines' processes, before it is blocked by imports of the driver that take seconds."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,7 +121,7 @@ async def _open(config: Config, stack: AsyncExitStack, lent: LentParts | None) -
         engines_may_start.set()
     launching = asyncio.create_task(launch_engines(config, directory, stack, cluster, engines_may_start, lent))
     stack.push_async_callback(_cancel, launching)
-    await asyncio.sleep(0)  # lets the task start the engine's process, which loads in parallel with all that follows
+    await asyncio.sleep(SPAWNING_S)
 
     return Opened(config, origin, directory, cluster, lent, standbys, store, engines_may_start, launching, stack)
 

@@ -18,14 +18,28 @@ from fuligo.errors import ConfigError, RankError, TrainerError
 from fuligo.job import run_job
 from fuligo.job.engines import Engines
 from fuligo.job.origin import Origin
-from fuligo.job.run import Outcome, _load_trainer, _start, run_config
+from fuligo.job.run import Outcome, _load_trainer, _open, _start, run_config
 from fuligo.job.stages import Opened
 from fuligo.job.watch import Termination
 from fuligo.trainer.ranks import trainer as trainer_module
 from tests.unit.checkpoint.conftest import make_state
 
+MODEL = Path(__file__).parents[3] / "fuligo" / "quickstart" / "assets" / "model"
 DONE = Outcome(Path("run"), [])
 LOST = RankError("trainer rank 1 on here is gone during `train`", "Its log says why.")
+
+
+@pytest.mark.parametrize("flags", ["--rollout-backend sglang", "--rollout-backend sglang --colocate"])
+async def test_engines_load_while_the_driver_opens_the_data(tmp_path: Path, flags: str) -> None:
+    """The engine's process runs before the driver imports what it needs for the data."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o700)
+    run = f"--hf-checkpoint {MODEL} --prompt-data unused --rm-type random --device cpu --rollout-num-gpus 1 --num-rollout 1"
+    config = parse([*run.split(), *flags.split(), "--engine-python", str(python), "--run-dir", str(tmp_path / "run")]).config
+    async with AsyncExitStack() as stack:
+        await _open(config, stack, None)
+        assert (tmp_path / "run" / "engine-0.txt").exists()
 
 
 class Attempts:

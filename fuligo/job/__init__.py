@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fuligo.config import Config
+from fuligo.config.launcher import world_size
 from fuligo.errors import ConfigError
 from fuligo.job.watch import Termination, signals_passed_to, stalls_reported
 from fuligo.limits import collector_paused
@@ -28,22 +29,28 @@ def run_job(config: Config) -> int:
     Raises ConfigError under torchrun if --max-restarts is set, or the ranks of several hosts have no common key, and FuligoError if the run
     failed.
     """
+    if world_size(os.environ) > 1 and _follows(config):
+        return 0
+    show_end(config, run_to_end(config).run_dir)
+    return 0
+
+
+def _follows(config: Config) -> bool:
+    """Check what torchrun has set, and follow the run if this process is not its driver. Return whether it was not."""
     with collector_paused():
         from fuligo.trainer.ranks.torchrun import follow, torchrun_place
 
     place = torchrun_place()
-    if place is not None:
-        place.read_key()  # reports a missing key before the engines start
-        if config.checkpoint.max_restarts > 0:
-            raise ConfigError(
-                f"--max-restarts {config.checkpoint.max_restarts}: this run cannot replace ranks that torchrun started; remove it and "
-                "give torchrun its own --max-restarts, or start without torchrun"
-            )
-    if place is not None and place.rank > 0:
+    assert place is not None, "torchrun started several processes"
+    place.read_key()  # reports a missing key before the engines start
+    if config.checkpoint.max_restarts > 0:
+        raise ConfigError(
+            f"--max-restarts {config.checkpoint.max_restarts}: this run cannot replace ranks that torchrun started; remove it and "
+            "give torchrun its own --max-restarts, or start without torchrun"
+        )
+    if place.rank > 0:
         follow(place)
-        return 0
-    show_end(config, run_to_end(config).run_dir)
-    return 0
+    return place.rank > 0
 
 
 def show_end(config: Config, run_dir: Path) -> None:

@@ -48,3 +48,5 @@ def test_equal_seeds_draw_equal_tokens() -> None:
     torch.cuda.manual_seed(3)
     assert torch.equal(fuligo_draw.draw(logits, temperatures)[0], first) and not torch.equal(first, second)
     assert len(first.unique()) > 270, "rows are independent"
+    torch.cuda.manual_seed(3)
+    assert (fuligo_draw.draw(logits, temperatures, replica=1)[0] != first).sum() > 290, "replicas with the same seed are independent"

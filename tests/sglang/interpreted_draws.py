@@ -63,6 +63,8 @@ def check_seeds() -> None:
     first, second = (fuligo_draw.draw(logits, temperatures)[0] for _ in range(2))
     torch.manual_seed(7)
     assert torch.equal(fuligo_draw.draw(logits, temperatures)[0], first) and not torch.equal(first, second)
+    torch.manual_seed(7)
+    assert (fuligo_draw.draw(logits, temperatures, replica=1)[0] != first).sum() > 15, "replicas draw different tokens"
 
 
 def check_damaged_logits() -> None:

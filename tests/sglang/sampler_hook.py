@@ -6,7 +6,7 @@ For SGLang's interpreter.
 import inspect
 from dataclasses import fields
 
-from sglang.srt.layers import sampler  # pyright: ignore[reportMissingImports]
+from sglang.srt.layers import dp_attention, sampler  # pyright: ignore[reportMissingImports]
 from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # pyright: ignore[reportMissingImports]
 
@@ -19,4 +19,5 @@ read = {"is_all_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min
 assert read <= {field.name for field in fields(SamplingBatchInfo)}, read
 assert "self.rl_on_policy_target" in inspect.getsource(sampler.Sampler.__init__)
 assert callable(sampler.Sampler._preprocess_logits) and callable(sampler.Sampler._sync_token_ids_across_tp)
+assert not inspect.signature(dp_attention.get_attention_dp_rank).parameters
 print(sampler.Sampler.forward is not own)

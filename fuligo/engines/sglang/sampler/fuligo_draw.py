@@ -1,8 +1,8 @@
 """Tokens drawn from logits in one pass, with the Gumbel trick: the largest of logit + Gumbel noise is a draw from the softmax.
 
 Each program reads `LOGITS` logits of a row. It returns their softmax's denominator, and the token with the largest noisy logit; a second
-kernel combines these parts of a row. The noise comes from Philox, whose key is a number that torch's generator draws, plus the row: as with
-`torch.multinomial`, the ranks of an engine, which have the same seed, draw the same tokens.
+kernel combines these parts of a row. The noise comes from Philox, whose key is a number that torch's generator draws, plus the row. As with
+`torch.multinomial`, ranks with the same seed draw the same tokens, as tensor parallelism needs.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPrivateImportUsage=false
@@ -18,7 +18,7 @@ SMALLEST = tl.constexpr(2.0**-32)
 """Replaces a random number of 0, whose Gumbel noise would be infinite; the next larger one is 2^-31."""
 
 
-def draw(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, temperatures: Tensor, replica: int = 0) -> tuple[Tensor, Tensor]:
     """Draw a token per row from softmax(logits / temperature), and return it with its log-probability.
 
     A row that has NaN, or no finite logit, ends the process on a GPU, as in `torch.multinomial`.
@@ -26,13 +26,14 @@ def draw(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         logits: float32 [R, V], contiguous
         temperatures: float32 [R, 1], positive
+        replica: index among replicas that have the same seed and draw for different requests
 
     Returns:
         int32 [R] and float32 [R].
     """
     num_rows, num_logits = logits.shape
     num_parts = triton.cdiv(num_logits, LOGITS)
-    seed = torch.empty(1, dtype=torch.int64, device=logits.device).random_()
+    seed = torch.empty(replica + 1, dtype=torch.int64, device=logits.device).random_()[replica:]
     sums = torch.empty(num_rows, num_parts, 3, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     _draw_parts[(num_rows, num_parts)](logits, temperatures, seed, sums, chosen, num_logits, num_parts, LOGITS, num_warps=8)

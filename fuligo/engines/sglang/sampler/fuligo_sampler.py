@@ -43,8 +43,11 @@ def sample(
     if wants_others or not draws_from_all(sampler, logits, requests):
         return own_sample(sampler, output, requests, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
     from fuligo_draw import draw
+    from sglang.srt.layers.dp_attention import get_attention_dp_rank
 
-    tokens, logprobs = draw(sampler._preprocess_logits(logits, requests), requests.temperatures)
+    # SGLang gives all attention replicas of an engine the same seed. Replicas that have drawn equally often would draw the same tokens for
+    # samples of the same prompt. (SGLang's own sampler takes more random numbers for a larger batch, so its replicas soon differ.)
+    tokens, logprobs = draw(sampler._preprocess_logits(logits, requests), requests.temperatures, get_attention_dp_rank())
     if return_logprob:
         output.next_token_logprobs = logprobs
     sampler._sync_token_ids_across_tp(tokens, requests)

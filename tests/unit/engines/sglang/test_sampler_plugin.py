@@ -50,11 +50,12 @@ class Logits:
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the plugin with modules of SGLang and kernels that return names."""
     monkeypatch.syspath_prepend(str(SAMPLER_PLUGIN))
-    sglang_sampler, kernels = ModuleType("sglang.srt.layers.sampler"), ModuleType("fuligo_draw")
+    sglang_sampler, attention, kernels = map(ModuleType, ("sglang.srt.layers.sampler", "sglang.srt.layers.dp_attention", "fuligo_draw"))
     vars(sglang_sampler)["SGLANG_RETURN_ORIGINAL_LOGPROB"] = False
-    vars(kernels)["draw"] = lambda logits, temperatures: ("drawn", f"log-probabilities at {temperatures}")
-    monkeypatch.setitem(sys.modules, "sglang.srt.layers.sampler", sglang_sampler)
-    monkeypatch.setitem(sys.modules, "fuligo_draw", kernels)
+    vars(attention)["get_attention_dp_rank"] = lambda: 3
+    vars(kernels)["draw"] = lambda logits, temperatures, replica: (f"drawn by {replica}", f"log-probabilities at {temperatures}")
+    for module in (sglang_sampler, attention, kernels):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return importlib.import_module("fuligo_sampler")
 
 
@@ -67,13 +68,13 @@ def sampled(plugin: Any, sampler: Sampler, logits: Logits, requests: Requests, *
 def test_it_draws_for_requests_that_sample_from_the_whole_vocabulary(plugin: Any) -> None:
     sampler = Sampler()
     tokens, output = sampled(plugin, sampler, Logits(), Requests())
-    assert (tokens, output.next_token_logprobs, sampler.synced) == ("drawn", "log-probabilities at temperatures", ["drawn"])
+    assert (tokens, output.next_token_logprobs, sampler.synced) == ("drawn by 3", "log-probabilities at temperatures", ["drawn by 3"])
 
 
 def test_it_draws_without_log_probabilities(plugin: Any) -> None:
     """SGLang passes None instead of lists if no request of a batch asks for log-probabilities."""
     tokens, output = sampled(plugin, Sampler(), Logits(), Requests(), False, None, None)
-    assert (tokens, output.next_token_logprobs) == ("drawn", None)
+    assert (tokens, output.next_token_logprobs) == ("drawn by 3", None)
 
 
 @pytest.mark.parametrize("name", ["is_all_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling", "sampling_seed"])

@@ -1,8 +1,8 @@
 """Plugin for SGLang 0.5.15 that draws tokens in one pass over the logits.
 
 SGLang's sampler makes about twenty passes over the logits, [R, V] in float32, for temperature, softmax, checks, noise and the
-log-probabilities of all tokens. Here, `fuligo_draw` reads them once. Requests with top-p, top-k, min-p, a seed, or log-probabilities of
-other tokens get SGLang's own sampler.
+log-probabilities of all tokens. Here, `fuligo_draw` reads them once. SGLang's own sampler remains for batches with a request that has
+top-p, top-k or min-p or wants log-probabilities of other tokens, and for engines with deterministic inference.
 """
 
 # pyright: reportMissingImports=false

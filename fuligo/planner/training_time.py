@@ -1,5 +1,7 @@
 """Time of the trainer's phases."""
 
+from math import hypot
+
 from fuligo.layout.flops import forward_flops
 from fuligo.layout.megatron import Layout, layout_of
 from fuligo.models.architecture import Layer
@@ -24,7 +26,7 @@ def train_phase(subject: Subject, layout: ClusterLayout) -> Phase:
     exchange *= num_trained_models(subject)
     computed_s = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency)
     launched_s = num_trained_models(subject) * (2 + recomputed_passes(subject)) * launch_s(subject, shape, subject.loaded_mtp_layers)
-    seconds = max(computed_s, launched_s) / (1 - bubble) + exchange
+    seconds = _with_launches(subject, computed_s, launched_s) / (1 - bubble) + exchange
     note = f"{passes:g} x forward FLOPs at {efficiency:.0%} of {subject.gpu.bf16_flops / 1e12:.0f} TFLOP/s per GPU"
     if launched_s > computed_s:
         num = num_micro_batches(subject, shape)
@@ -58,7 +60,7 @@ def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
     efficiency = trainer_efficiency(subject, shape)
     computed_s = flops / (shape.num_ranks * subject.gpu.bf16_flops * efficiency)
     launched_s = sum(launch_s(model, shape) for model in wanted.values())
-    seconds = max(computed_s, launched_s) / (1 - pipeline_bubble(subject, shape))
+    seconds = _with_launches(subject, computed_s, launched_s) / (1 - pipeline_bubble(subject, shape))
     seconds += _expert_exchange_s(subject, shape, layout, passes=len(wanted))
     *others, last = wanted
     listed = f"{', '.join(others)} and {last}" if others else last
@@ -159,6 +161,14 @@ def trainer_efficiency(subject: Subject, shape: Layout) -> float:
     ):
         factor *= share if applies else 1
     return factor
+
+
+def _with_launches(subject: Subject, computed_s: float, launched_s: float) -> float:
+    """Return the seconds of passes whose computation and whose kernel launches alone would take these times.
+
+    The torch trainer does not hide all of the shorter one: with similar times, the GPU waits for some launches.
+    """
+    return max(computed_s, launched_s) if subject.is_megatron else hypot(computed_s, launched_s)
 
 
 def launch_s(subject: Subject, shape: Layout, extra_layers: tuple[Layer, ...] = ()) -> float:

@@ -28,6 +28,9 @@ SMALL = "--rollout-batch-size 64 --n-samples-per-prompt 16 --rollout-max-respons
 ROWS_8K = "--use-dynamic-batch-size --max-tokens-per-gpu 8192"
 QUICKSTART = "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 512 --rollout-max-prompt-len 64 \
   --use-dynamic-batch-size"
+ROWS = "--rollout-batch-size 32 --n-samples-per-prompt 4 --rollout-max-prompt-len 64 --rollout-max-response-len 448 --share-prefixes off \
+  --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --use-dynamic-batch-size --max-tokens-per-gpu"
+"""As many tokens as the optimizer step of `benchmarks/training.py torch-small`."""
 MEGATRON_8K = f"{QUICKSTART} --max-tokens-per-gpu 8192 --train-backend megatron"
 MEGATRON_12K = f"{QUICKSTART} --max-tokens-per-gpu 12288 --train-backend megatron"
 WHOLE_WAVE = "--debug-rollout-only --n-samples-per-prompt 16 --rollout-max-response-len 512 --rollout-max-prompt-len 105"
@@ -71,6 +74,11 @@ MEASURED = {
         "smollm2", 30, "h200-141", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 40 --share-prefixes off --no-torch-compile",
         {"train": (4.0, 4.6)}, 116 / 320,
     ),
+    "smollm2, long rows": MeasuredStep(  # three runs shared the GPU
+        "smollm2", 30, "h200-141",
+        f"{SMALL} --use-dynamic-batch-size --max-tokens-per-gpu 24576 --rollout-max-prompt-len 40 --share-prefixes off",
+        {"train": (1.5, 1.9)}, 116 / 320,
+    ),
     "smollm2, race with TRL": MeasuredStep(
         "smollm2", 30, "h100-80", f"{SMALL} {ROWS_8K} --rollout-max-prompt-len 40 --share-prefixes off",
         {"rollout": (2.3, 3.0), "train": (2.3, 2.9)}, 84 / 320,
@@ -103,6 +111,15 @@ MEASURED = {
         "qwen3-0.6b", 28, "h200-141",
         f"{QUICKSTART} --max-tokens-per-gpu 16384 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --no-torch-compile",
         {"rollout": (3.1, 3.3), "train": (3.1, 3.1)},
+    ),
+    "0.6B, torch, rows of 8,192": MeasuredStep("qwen3-0.6b", 28, "h200-141", f"{ROWS} 8192", {"train": (1.79, 1.79)}),
+    "0.6B, torch, rows of 16,384": MeasuredStep("qwen3-0.6b", 28, "h200-141", f"{ROWS} 16384", {"train": (0.88, 0.93)}),
+    "0.6B, torch, rows of 32,768": MeasuredStep("qwen3-0.6b", 28, "h200-141", f"{ROWS} 32768", {"train": (0.84, 0.84)}),
+    "0.6B, FSDP on two of four H100s": MeasuredStep(
+        "qwen3-0.6b", 28, "h100-80",
+        f"--rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 1024 --rollout-max-prompt-len 30 {ROWS_8K} "
+        "--share-prefixes off --actor-num-gpus-per-node 2 --rollout-num-gpus 2",
+        {"rollout": (4.2, 4.2), "train": (1.5, 1.5)}, 300 / 1024,
     ),
     "4B, colocated": MeasuredStep(
         "qwen3-4b", 36, "h200-141", f"{MEGATRON_8K} --colocate --offload-train --actor-num-gpus-per-node 1",

@@ -75,7 +75,7 @@ class DistributedTensors:
             with file.open("rb") as stream:
                 stream.seek(place.offset)
                 tensor = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # torch advises to load it without restrictions
+        except pickle.UnpicklingError as error:  # torch advises loading it without restrictions
             found = re.search(r"GLOBAL ([\w.]+)", str(error))
             reason = "its bytes are damaged" if found is None else f"{found[1]} is not allowed in a tensor, since it could run code"
             raise CheckpointError(f"cannot read {index.fqn} from {file}: {reason}; {_FIX}") from error

@@ -67,7 +67,7 @@ def score_phase(subject: Subject, layout: ClusterLayout) -> Phase | None:
     note = f"forward passes of {listed} at {efficiency:.0%} of the peak"
     if launched_s > computed_s:
         note += f" would take {computed_s:.1f} s, but kernel launches take longer"
-    # Without an adapter, the reference's weights are others than the policy's.
+    # Without an adapter, the reference's weights differ from the policy's.
     swapped = [model for name, model in wanted.items() if name == "teacher" or (name == "reference" and subject.adapter is None)]
     if subject.is_megatron and swapped:
         stages_of = [[stage for stage in layout.stages if stage.pipeline_rank == rank] for rank in range(shape.pp)]

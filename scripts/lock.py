@@ -1,7 +1,7 @@
 """Write requirements/hashed/: the pins of requirements/ with the hashes of all files that the package index offers for them.
 
 Run it with `make lock` after a change in requirements/. torch for CPUs is left out, because it comes from another index,
-download.pytorch.org, and its builds have other hashes than those of PyPI, which are for NVIDIA GPUs.
+download.pytorch.org, whose builds, and so their hashes, differ from PyPI's, which are for NVIDIA GPUs.
 """
 
 import subprocess

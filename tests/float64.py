@@ -40,7 +40,7 @@ def in_float64(*models: nn.Module) -> Iterator[None]:
     for model in models:
         for module in model.double().modules():
             if hasattr(getattr(module, "config", None), "_experts_implementation"):
-                module.config._experts_implementation = "eager"  # torch's grouped product takes no float64
+                module.config._experts_implementation = "eager"  # torch's grouped product does not support float64
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch, "float32", torch.float64))
         stack.enter_context(patch.object(Tensor, "float", Tensor.double))

@@ -118,7 +118,7 @@ class Campaign:
         """Run to the end, struck by these faults; resume after each that ends the run.
 
         Raises:
-            AssertionError: a fault had another outcome than it must; something was left behind
+            AssertionError: a fault did not have its required outcome, or something was left behind
         """
         ended = True
         while ended:

@@ -88,7 +88,7 @@ class HostsCampaign:
         """Run to the end, struck by these faults.
 
         Raises:
-            AssertionError: a fault had another outcome than it must; something was left behind
+            AssertionError: a fault did not have its required outcome, or something was left behind
         """
         ended = True
         while ended:

@@ -40,7 +40,7 @@ def test_the_engine_has_the_weights_of_two_pipeline_stages(job: Job, prompts: Pa
     assert max(record["train/logprob_abs_diff"] for record in records) < 1e-4
 
 
-@pytest.mark.slow  # tests/megatron/test_training.py compares its steps with the torch trainer's, which test_quickstart.py has learn
+@pytest.mark.slow  # tests/megatron/test_training.py compares its steps with the torch trainer's, which test_quickstart.py tests
 def test_it_learns_and_the_engine_has_its_weights(tmp_path: Path) -> None:
     """The quickstart's task on two pipeline stages: the reward rises, and engine and trainer agree on log-probabilities."""
     assets, run_dir = REPOSITORY / "fuligo" / "quickstart" / "assets", tmp_path / "run"

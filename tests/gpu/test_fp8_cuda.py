@@ -29,7 +29,7 @@ def test_the_bytes_are_those_of_a_cpu(quantisation: Quantisation, dtype: torch.d
 @pytest.mark.parametrize("transport", ["nccl", "disk"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_engines_on_fp8_compute_what_the_trainer_has(family: str, transport: str, tmp_path: Path) -> None:
-    """The FP8 checkpoint has other weights than the trainer starts from, so only a complete weight sync passes its proof."""
+    """The weights of the FP8 checkpoint differ from those that the trainer starts from, so only a complete weight sync passes its proof."""
     served, trained = (save_family(tmp_path / f"{seed}", family, seed=seed, initializer_range=0.04) for seed in (0, 1))
     convert(plan_hf_to_fp8(["--model-dir", str(served), "--save-dir", str(tmp_path / "fp8")]), lambda _: None)
     run_dir = tmp_path / "run"

@@ -129,7 +129,7 @@ async def test_logprobs_are_those_of_transformers(tmp_path: Path, family: str) -
     samples = train_batches.samples(LENGTHS)
     async with trainer(checkpoint, *family_flags(family)) as megatron:
         got = await megatron.logprobs(samples)
-    # A router in bfloat16 sends a token near a tie to another expert than one in float32: single tokens are further off.
+    # Near a tie, routers in bfloat16 and in float32 send a token to different experts: single tokens are further off.
     largest = 1.0 if family in MIXTURES else 0.15
     mean = 0.03
     if family in SPARSE:  # so do indexers near a tie; on a CPU, in bfloat16, the mean is 0.05 and the largest 1.0
@@ -153,7 +153,7 @@ async def assert_trains_the_same(
     """Compare a step of one rank under the flags `one` with that of `num_ranks` under `other`."""
     one_before, one_metrics, one_after = await trained(checkpoint, family, batch, one)
     two_before, two_metrics, two_after = await trained(checkpoint, family, batch, other, num_ranks)
-    is_fp8 = "--fp8-format" in one  # Ranks quantize other blocks than one rank does, so the layouts differ by FP8's own rounding.
+    is_fp8 = "--fp8-format" in one  # Several ranks quantize different blocks than one does, so layouts differ by FP8's rounding.
     largest = 1.0 if family in MIXTURES or is_fp8 else 0.2
     assert_near(two_before, one_before, mean=0.2 if is_fp8 else 0.02, largest=largest)
     assert two_metrics["train/grad_norm"] == pytest.approx(one_metrics["train/grad_norm"], rel=0.1 if is_fp8 else 0.03)

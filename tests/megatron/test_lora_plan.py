@@ -97,7 +97,7 @@ def test_a_rank_holds_the_planned_bytes(
         pipeline_rank = rank if layout == "pp2" else 0
         stages = [stage for stage in planned.stages if stage.pipeline_rank == pipeline_rank]
         state = trainer_state(subject, layout_of(subject.config), stages)
-        # Scores' corrections of routers are no parameters; Megatron pads each gradient buffer to 128 elements for every data-parallel rank.
+        # The routers' score corrections are not parameters; Megatron pads each gradient buffer to 128 elements per data-parallel rank.
         assert got.weights == pytest.approx(state.weights, abs=512)
         assert got.adapter == state.adapter
         assert state.gradients <= got.gradients <= state.gradients + 4 * 128 * settings.num_ranks

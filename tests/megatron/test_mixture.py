@@ -267,7 +267,7 @@ def weights_after_a_step(world: World, settings: MegatronTrainerSettings, of: Tr
 
 
 def test_hidden_communication_changes_nothing_of_a_step(pool: RankPool, checkpoints) -> None:
-    """Experts have separate gradient buffers, which are reduced over other ranks than those of the other weights."""
+    """Experts have separate gradient buffers, which are not reduced over the same ranks as those of the other weights."""
     layout = Layout(ep=2, num_ranks=4)
     adam = OptimizerSettings(LearningRateSchedule(peak=1e-3), eps=1e-3)  # with a usual epsilon, steps are little more than signs
     settings = mixture_settings(

@@ -168,7 +168,7 @@ def test_trainer_equals_engine(checkpoint: Path, precision: str) -> None:
 
 
 def test_ordinary_operations_differ(checkpoint: Path) -> None:
-    """Equality in the test above is no coincidence."""
+    """Equality in the test above is not a coincidence."""
     sampler = Sampler(checkpoint, torch.float32, is_batch_invariant=False)
     try:
         requests = sampler.mixed()

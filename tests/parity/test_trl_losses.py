@@ -204,7 +204,7 @@ def test_advantages_without_division_by_the_deviation(rollout, grpo_trainer, mon
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_leave_one_out_advantages_equal_rloo_trainers(beta, rollout, rloo_trainer, monkeypatch):
-    for sample in rollout.samples:  # RLOOTrainer knows no masked tokens
+    for sample in rollout.samples:  # RLOOTrainer does not support masked tokens
         sample.loss_mask[:] = 1
         sample.mask_sum = float(sample.response_length)
     scored, _, _ = run_trl(rloo_trainer, rollout, monkeypatch, beta=beta)

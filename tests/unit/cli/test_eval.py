@@ -99,7 +99,7 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", "code.Own"]}}
     (own / "tokenizer_config.json").write_text(json.dumps(settings))
     shape = json.loads((own / "config.json").read_text())
-    (own / "config.json").write_text(json.dumps(shape | {"model_type": "arcee"}))  # transformers knows no tokenizer for it
+    (own / "config.json").write_text(json.dumps(shape | {"model_type": "arcee"}))  # transformers has no tokenizer for it
     arguments = [*given, option, str(own)] if option == "--load" else [option, str(own), *given[2:]]
     said = refused(*arguments)
     assert f"{option}: cannot load the tokenizer of {own}: it needs the Python code in that directory; read the code, then use" in said

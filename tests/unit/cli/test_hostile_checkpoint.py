@@ -86,7 +86,7 @@ def test_a_checkpoint_that_runs_code_is_refused_by_name(
     if command in convert:
         assert main([str(part) for part in convert[command]]) == 2
         errors = " ".join(capfd.readouterr().err.split())
-    else:  # a process of its own, since Megatron has one world a process
+    else:  # in a separate process, since Megatron has one world per process
         changes = {"load": directory} if command == "train --load" else {"ref_load": directory, "use_kl_loss": True, "kl_loss_coef": 0.1}
         errors = fail(2, *train_command(model, prompts, **train, **changes))
     file = directory / "release" / (".metadata" if poison is poisoned_metadata else "__0_")

@@ -149,7 +149,7 @@ def test_code_of_a_checkpoint_runs_only_with_a_flag(with_code: Path, tmp_path: P
     assert "transformers has no model type 'odd', and fuligo does not run a checkpoint's model code" in problem
     with pytest.raises(CheckpointError, match="cannot load"):
         load_model(with_code)
-    (with_code / "config.json").write_text('{"model_type": "arcee"}')  # transformers knows no tokenizer for it
+    (with_code / "config.json").write_text('{"model_type": "arcee"}')  # transformers has no tokenizer for it
     with pytest.raises(ConfigError, match="it needs the Python code in that directory; read the code, then use --trust-remote-code"):
         load_tokenizer(with_code, runs_its_code=False)
     assert [text for text in problems(with_code) if "then use --trust-remote-code" in text]

@@ -85,7 +85,7 @@ def written(name: str, messages: list[dict[str, Any]], message: dict[str, Any], 
     before = text(render.prompt(messages, tools))
     try:
         whole = template(name).transcript([*messages, message], shown or None)
-    except DataError:  # the template takes no such call
+    except DataError:  # the template accepts no such call
         return None
     if not whole.startswith(before) and before.endswith("<think>\n") and not message.get("tool_calls"):
         whole = before + message["content"].removeprefix("<think>\n") + "<｜end▁of▁sentence｜>"

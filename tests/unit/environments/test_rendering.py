@@ -78,7 +78,7 @@ def test_extended_ids_are_the_templates_own_rendering(
         new = answers(message, words)
         try:
             whole = template(name).prompt([*meant, *new], shown)
-        except DataError:  # Llama allows one call a turn
+        except DataError:  # Llama allows one call per turn
             return
         more = render.extension(messages, tools, sampled, new)
         before = [*seen, *sampled]
@@ -117,7 +117,7 @@ def test_any_turn_is_kept_and_answered_in_its_meaning(name: str, said: str, cut:
         return
     # What follows the turn is the template's own text to its end, from the turn's end token on.
     assert whole.endswith(text([*(ids(end) if end else []), *more]))
-    ends = end_ids() | frozenset(ids("<|end|>"))  # in history, turns of gpt-oss end with another token than it stops at
+    ends = end_ids() | frozenset(ids("<|end|>"))  # in history, turns of gpt-oss do not end with the token that it stops at
     assert any(token in ends for token in [*sampled[-1:], *more]), "the model reads where its turn ended"
 
 

@@ -60,7 +60,7 @@ def test_equal_neighbours_share_one_kernel_call(lengths, monkeypatch):
 
 @pytest.mark.parametrize("value_dim", [D, 12])
 def test_sinks_without_a_kernel_are_those_of_the_kernel(value_dim):
-    """There is no kernel for values of another width than keys, nor for float32 on CUDA."""
+    """There is no kernel for values whose width differs from that of the keys, nor for float32 on CUDA."""
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(11, heads, width, generator=gen) for heads, width in ((H, D), (HKV, D), (HKV, value_dim)))
     sinks = torch.randn(H, generator=gen)

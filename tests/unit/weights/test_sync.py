@@ -92,7 +92,7 @@ class World:
     def __init__(self, fleet: Fleet, router: Router, transport: Transport, directory: Path, *, changes_only: bool) -> None:
         self.fleet, self.router = fleet, router
         self.trainer = OneRank()
-        settings = WeightSyncSettings(transport, 16, changes_only, directory, directory)  # a bucket a tensor
+        settings = WeightSyncSettings(transport, 16, changes_only, directory, directory)  # one bucket per tensor
         self.weight_sync = WeightSync(cast(Trainer, self.trainer), fleet.group, settings)
         fleet.sync_restarted = self.weight_sync.sync_restarted
 

@@ -53,7 +53,7 @@ def options(server: ServerSettings) -> dict[str, str]:
 
 
 def test_arguments_are_written_as_sglangs_own_parser_takes_them(fleets) -> None:
-    """Options with another name than their argument, switches that are turned off, and lists that are JSON."""
+    """Options whose names differ from their arguments, switches that are turned off, and lists that are JSON."""
     given = {"fp8_gemm_runner_backend": "cutlass", "lora_strict_loading": False, "forward_hooks": [{"name": "h"}], "cuda_graph_bs": [1, 2]}
     config = Config.model_validate({**config_of(None).model_dump(), "sglang": given})
     [server] = fleets(config)["default"].servers

@@ -170,6 +170,8 @@ EFFECTS = (
         lambda config: config.uses_adapter, "without an adapter", "add --lora-rank"),
     _needs("RECOMPUTE", "recompute_method recompute_num_layers", "recompute_granularity", "full"),
     _needs("RECOMPUTE-MODULES", "recompute_modules", "recompute_granularity", "selective"),
+    _effect("GRADIENT-TYPE", "accumulate_allreduce_grads_in_fp32", lambda config: not config.megatron.get("grad_reduce_in_bf16"),
+        "with --grad-reduce-in-bf16", "remove --grad-reduce-in-bf16"),
     _needs("CPU-ADAM", "overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload"),
     _needs("MTP", "mtp_loss_scaling_factor mtp_joint_training", "enable_mtp_training"),
     _effect("PADDING", "data_pad_size_multiplier", lambda config: config.trainer_capabilities.pads_rows,

@@ -145,6 +145,7 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
     "lora_sync": [("merged", {})],
     "lora_base_precision": [("nf4", {})],
     "recompute_modules": [(["mlp"], {**SGLANG, "recompute_granularity": "full"})],
+    "accumulate_allreduce_grads_in_fp32": [(True, {**SGLANG, "megatron_grad_reduce_in_bf16": True})],
     "overlap_cpu_optimizer_d2h_h2d": [(True, SGLANG)],
     "mtp_loss_scaling_factor": [(0.3, {**SGLANG, "mtp_num_layers": 1})],
     "mtp_joint_training": [(True, {**SGLANG, "mtp_num_layers": 1})],

@@ -188,7 +188,7 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def blank_png(width: int, height: int) -> bytes:
-    """Return an image of one colour, which takes few bytes."""
+    """Return an image of one color, which takes few bytes."""
     file = io.BytesIO()
     Image.new("1", (width, height)).save(file, "PNG")
     return file.getvalue()

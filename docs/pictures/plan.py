@@ -58,7 +58,7 @@ def draw(browser: Browser, picture: Picture) -> None:
         page.locator(f"input[value={picture.colour_by}] + span").click()
         page.locator(f'[data-index="{picture.gpu}"]').click()
         page.mouse.move(2, 2)
-        page.wait_for_timeout(400)  # colours fade in
+        page.wait_for_timeout(400)  # colors fade in
         end = page.locator(f"#{picture.last_section}").bounding_box()
         assert end is not None
         taken = page.screenshot(clip={"x": 0, "y": 0, "width": WIDTH, "height": end["y"] - 16})

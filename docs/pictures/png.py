@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _BYTES_PER_PIXEL = {2: 3, 6: 4}
-"""By colour type: RGB and RGBA, eight bits each."""
+"""By color type: RGB and RGBA, eight bits each."""
 
 
 def recompressed(png: bytes) -> bytes:

@@ -142,7 +142,7 @@ def test_tokens_are_coloured(open_view: OpenPage, colour: str) -> None:
     page.locator(f'.tokens[data-colour="{colour}"]').wait_for()
     background = "token => getComputedStyle(token).backgroundColor"
     colours = page.locator(".token").evaluate_all(f"tokens => tokens.map({background})")
-    graded = len(colours) - 1  # the two strongest have full colour
+    graded = len(colours) - 1  # the two strongest have full color
     # The first token is gray, because it is not trained on; the values of the others are equal.
     assert len(set(colours)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "versions": 1, "engines": 1}.get(colour, 2)
     assert page.locator(".token.given").count() == (0 if colour in ("mask", "versions", "engines") else 1)

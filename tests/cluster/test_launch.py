@@ -67,7 +67,7 @@ except ConnectionError as error:
 
 
 def stranger_at(address: str) -> subprocess.Popen[str]:
-    """Start a process that has not the cluster's token, and tries to run code in it."""
+    """Start a process that does not have the cluster's token and tries to run code in the cluster."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-c", STRANGER, address]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

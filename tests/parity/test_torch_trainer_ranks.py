@@ -113,7 +113,7 @@ class Pair:
         await self.one.restore(directory / "one")
 
     async def assert_same_weights_sent(self, directory: Path) -> None:
-        """Send to an engine that is gone, which is no failure of a rank: all can send again."""
+        """Send to an engine that is gone, which is not a failure of a rank: all can send again."""
         gone = (EngineAddress("http://127.0.0.1:9"),)
         for trainer, transport in itertools.product((self.one, self.two), ("tensor", "gloo")):
             with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9"):

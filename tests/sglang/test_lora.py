@@ -43,7 +43,7 @@ async def server(checkpoint: Path, claims: PortClaims, tmp_path: Path) -> AsyncI
 
 
 async def test_an_engine_applies_the_adapter_that_it_was_sent_last(server: SGLangServer, checkpoint: Path) -> None:
-    """A rank-stabilised adapter on all linear layers, sent twice; then requests without adapter."""
+    """A rank-stabilized adapter on all linear layers, sent twice; then requests without adapter."""
     base, model, copies = oracle.load(checkpoint), oracle.load(checkpoint), SharedCopies()
     add_adapter(model, CONFIG, seed=0)
     policy, plain = (EngineClient(server.url, KEYS, number=0, adapter=name) for name in (POLICY_ADAPTER, None))

@@ -56,7 +56,7 @@ class _Watch:
     lasting: int = 1
     """Minimum number of rows of a stretch."""
     excused: Callable[[MetricColumns], list[bool]] | None = None
-    """Function that returns for each row whether a bad value is no fault there; None if it always is one."""
+    """Function that returns for each row whether a bad value is not a fault there; None if it always is one."""
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_runs_code_is_refused_by_name(
     directory = Path(shutil.copytree(saved, tmp_path / "dist"))
     proof = tmp_path / "executed"
     poison(directory / "release", proof)
-    write_manifest(directory / "release")  # its checksums are no signatures
+    write_manifest(directory / "release")  # its checksums are not signatures
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 + 1", "label": "2"}\n' * 8)
     train = {"run_dir": tmp_path / "run", "train_backend": "megatron", "rollout_backend": "embedded", "num_rollout": 1}

@@ -133,7 +133,7 @@ def test_a_manifest_counts_all_weights_and_the_bytes_that_were_sent() -> None:
     )
 )
 def test_a_packed_bucket_has_the_bytes_of_all_tensors(kinds: list[tuple[torch.dtype, int, int]]) -> None:
-    """Sizes and offsets that are no multiples of a word included."""
+    """Includes sizes and offsets that are not multiples of a word."""
     whole = [torch.arange(start + size).to(dtype) for dtype, size, start in kinds]
     bucket = [(str(number), values[start:]) for number, (values, (_, _, start)) in enumerate(zip(whole, kinds, strict=True))]
     expected = b"".join(tensor.clone().view(torch.uint8).numpy().tobytes() for _, tensor in bucket)

@@ -10,7 +10,7 @@ from fuligo.formats.disk import MAX_TEXT_BYTES, open_plain, read_plain_text, unr
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
-    """Make a directory with everything that is no plain file, and links to it."""
+    """Make a directory with everything that is not a plain file, and links to it."""
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "device.json").symlink_to("/dev/zero")
     (tmp_path / "directory.json").mkdir()

@@ -17,7 +17,7 @@ async def test_an_error_ends_the_block_and_is_raised_instead() -> None:
     with pytest.raises(EngineError, match="did not start"):
         async with failing_with(asyncio.create_task(fails())), asyncio.timeout(120):
             await asyncio.Event().wait()
-    await asyncio.sleep(0)  # nothing of the cancelling is left
+    await asyncio.sleep(0)  # nothing of the cancellation is left
 
 
 async def test_an_error_of_what_is_watched_ends_the_block_too() -> None:

@@ -1,4 +1,4 @@
-"""nvidia-smi's texts; those of two H200 are as the program printed them, terminal colours included."""
+"""nvidia-smi's texts; those of two H200 are as the program printed them, terminal colors included."""
 
 from pathlib import Path
 

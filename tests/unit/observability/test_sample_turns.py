@@ -74,7 +74,7 @@ def test_every_sample_of_an_episode_shows_its_turns_and_old_files_open(tmp_path:
 
 
 def test_values_that_are_no_text_are_written_as_text(tmp_path: Path, make_group) -> None:
-    """Agents choose the ids of calls in their history; what a program printed may be no text."""
+    """Agents choose the ids of calls in their history; what a program printed may not be text."""
     group = make_group(0, size=1)
     sample = group.samples[0]
     sample.response, sample.error = "half \ud800", "cannot open \udcff"

@@ -1,4 +1,4 @@
-"""Plan as text: complete, to scale, without colour codes outside of a terminal, and no longer than a screen."""
+"""Plan as text: complete, to scale, without color codes outside of a terminal, and no longer than a screen."""
 
 import io
 from collections.abc import Callable

@@ -36,7 +36,7 @@ HANGING = threading.Event()
 
 
 def hangs(seconds: float) -> None:
-    """Wait for ever."""
+    """Wait forever."""
     HANGING.wait()
 
 

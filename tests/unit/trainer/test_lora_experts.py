@@ -42,7 +42,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save an adapter of random values by PEFT. Its rank is no multiple of what grouped products need."""
+    """Save an adapter of random values by PEFT. Its rank is not a multiple of what grouped products need."""
     others = [f"{layer}.weight" for layer in OTHER_LAYERS] if base_has_others(base) else []
     parameters = [*(f"mlp.{name}" for name in EXPERT_PARAMETERS), *others]
     config = LoraConfig(r=3, lora_alpha=5, target_modules=["o_proj"], target_parameters=parameters)

@@ -63,7 +63,7 @@ def test_photos_are_turned_as_their_exif_data_says(processor, file_format, optio
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparent_pixels_are_white(processor, mode):
-    """Line drawings are often black on nothing, and their hidden colour is black."""
+    """Line drawings are often black on nothing, and their hidden color is black."""
     image, options = Image.new(mode, (32, 32), 0), {"transparency": 0} if mode == "P" else {}
     assert_seen_as(processor, encoded(image, "PNG", **options), Image.new("RGB", (32, 32), "white"))
 

@@ -67,7 +67,7 @@ def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
 def prepare_many(
     configs: Mapping[str, Config], warnings: Mapping[str, Sequence[str]] = NO_WARNINGS, *, resumes: bool = False
 ) -> dict[str, Config]:
-    """Check that runs can share a trainer and an engine, check each as `fuligo train` does, and return the configs to run.
+    """Check that runs can share trainer and engines, check each as `fuligo train` does, and return the configs to run.
 
     Args:
         configs: by the name of the run

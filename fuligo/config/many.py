@@ -1,4 +1,4 @@
-"""Rules on several runs that share a trainer and an engine (`fuligo train-many`): each run alone, and settings that must be equal."""
+"""Rules on several runs that share trainer and engines (`fuligo train-many`): each run alone, and settings that must be equal."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -32,7 +32,7 @@ PATHS_WRITTEN: Mapping[str, Callable[[Config, datetime], str | None]] = {
 
 
 def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[str]:
-    """Return why these runs (name -> config) cannot share a trainer and an engine, one text each.
+    """Return why these runs (name -> config) cannot share trainer and engines, one text each.
 
     `started`: start time, the default name of a run directory.
     """
@@ -44,7 +44,7 @@ def problems_of_many(configs: Mapping[str, Config], started: datetime) -> list[s
 
 def _problems_alone(config: Config) -> Iterator[str]:
     """Yield why a run cannot share its trainer and its engine with any other."""
-    cannot = "cannot share a trainer and an engine:"
+    cannot = "cannot share trainer and engines:"
     if not config.uses_adapter:
         yield f"{cannot} the run trains all weights; give it an adapter (--lora-rank), or train it alone with fuligo train"
         return

@@ -97,7 +97,7 @@ def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> l
 
     Raises:
         RunsFailedError: some runs failed; the others ran to their end
-        EngineError: the engine did not start, or died
+        EngineError: an engine did not start, or died
     """
     with collector_paused():
         from fuligo.job.many import run_many

@@ -1,4 +1,4 @@
-"""Runs that cannot share a trainer and an engine, each refused with its reason."""
+"""Runs that cannot share trainer and engines, each refused with its reason."""
 
 import re
 from datetime import datetime
@@ -49,7 +49,7 @@ def test_runs_that_sample_nothing_need_no_engine() -> None:
 )
 def test_a_run_that_cannot_share_is_named_with_its_reason(changes: dict[str, Any], text: str) -> None:
     (problem,) = problems(**changes)
-    assert problem.startswith("b: cannot share a trainer and an engine: ")
+    assert problem.startswith("b: cannot share trainer and engines: ")
     assert text in problem
 
 
@@ -91,7 +91,7 @@ def test_runs_share_sglang_s_engines_if_they_agree_on_their_arguments() -> None:
     assert sglang_problems() == []
     assert sglang_problems(sglang_context_length=512) == ["--sglang-* is {} in a and {'context_length': 512} in b; all runs need the same"]
     (merged,) = sglang_problems(lora_sync="auto")
-    assert merged.startswith("b: cannot share a trainer and an engine: merged weights (--lora-sync) would overwrite the base weights")
+    assert merged.startswith("b: cannot share trainer and engines: merged weights (--lora-sync) would overwrite the base weights")
 
 
 def test_engines_in_turns_with_the_trainer_are_refused() -> None:

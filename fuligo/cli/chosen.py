@@ -131,7 +131,7 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
 def with_assumed_engine(config: Config) -> tuple[Config, list[str]]:
     """Return the config with the engine that `fuligo train` chooses on a node with SGLang, and a note about the choice.
 
-    For the plan of another machine than this one: its nodes have --num-gpus-per-node GPUs.
+    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs.
     """
     if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local" or _has_chosen_engine(config):
         return config, []

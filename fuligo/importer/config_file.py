@@ -91,7 +91,7 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
     config = build_config(line.assignments, line.problems)
     if slime_defaults and training.is_slime and config.needs_engine and config.engine_capabilities.beside_trainer:
         line.assignments.append(Assignment(flags()["rollout_backend"], "sglang", "slime's engine"))
-        notes = [*notes, "--rollout-backend sglang is filled in: slime samples with SGLang, where fuligo chooses the embedded engine"]
+        notes = [*notes, "--rollout-backend sglang is filled in: slime samples with SGLang, but fuligo would choose the embedded engine"]
         config = build_config(line.assignments)
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
     # Launch scripts have many flags that have no effect in this run, and a run refuses them.

@@ -36,7 +36,7 @@ def run_job(config: Config) -> int:
 
 
 def _follows(config: Config) -> bool:
-    """Check what torchrun has set, and follow the run if this process is not its driver. Return whether it was not."""
+    """Check what torchrun has set. If this process is not the driver, follow the run to its end and return True; else return False."""
     with collector_paused():
         from fuligo.trainer.ranks.torchrun import follow, torchrun_place
 

@@ -29,8 +29,8 @@ LAUNCH_LAYER_S = 5.5e-3 / 2
 """The same for other layers that are not compiled: SmolLM2 with the torch trainer in rows of 8,192 tokens, both passes of a layer over a
 row take 6.7-7.7 ms in one run and 4.5-5.5 in another. Assumed for Megatron's dense layers, too."""
 LAUNCH_COMPILED_S = 4.8e-3 / 2
-"""The same for compiled layers, which SmolLM2 passes both ways in 3.5-4.8 ms per row of 8,192 tokens, and Qwen3-0.6B in 7 ms (of which
-the FLOPs take 2). This includes GPU time that the FLOPs of such small models do not show."""
+"""The same for compiled layers: both passes of a layer over a row of 8,192 tokens take 3.5-4.8 ms with SmolLM2, and 7 ms with Qwen3-0.6B
+(of which the FLOPs take 2). This includes GPU time that the FLOPs of such small models do not show."""
 PREFILL = DENSE_ONE_GPU
 """Efficiency of an engine's prefill, assumed equal to a dense trainer's."""
 

@@ -178,9 +178,9 @@ def _halves(values: Values) -> list[bool]:
 
 
 def _stops_late_or_earns_no_more(metrics: MetricColumns) -> list[bool]:
-    """Return whether shorter responses are no sign of an exploited reward, by row.
+    """Return whether shorter responses are not a sign of an exploited reward, by row.
 
-    They are none where many of the first responses were truncated, so that the policy has learned to stop, or the reward has not risen.
+    They are not where many of the first responses were truncated, so that the policy has learned to stop, or the reward has not risen.
     """
     rewards, truncated = metrics.column("rollout/reward_mean"), _first_values(metrics.column("rollout/truncated_ratio"))
     start = _first_values(rewards)

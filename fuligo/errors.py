@@ -62,7 +62,7 @@ class RankError(TrainerError):
         """Create the error.
 
         Args:
-            event: names the rank, its host and the command, without a full stop
+            event: names the rank, its host and the command, without a period
             advice: sentences on where to look and how to continue
         """
         super().__init__(f"{event}. {advice}")

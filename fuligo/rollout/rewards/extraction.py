@@ -30,7 +30,7 @@ def deepscaler_answer(response: str) -> str | None:
 def answer_line(response: str) -> str | None:
     """Return the text after the last `Answer:` within the last 300 characters, to the end of its line; None without one.
 
-    Markdown asterisks around it and a final full stop are removed.
+    Markdown asterisks around it and a final period are removed.
     """
     lines = _ANSWER_LINE.findall(response[-DAPO_TAIL_CHARS:])
     return lines[-1].strip().rstrip("*").rstrip(".").rstrip("*").strip() or None if lines else None

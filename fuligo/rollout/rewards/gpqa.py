@@ -185,5 +185,5 @@ def _bare(text: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Normalize a text for comparison: lower case, single spaces, no markup and no final full stop."""
+    """Normalize a text for comparison: lower case, single spaces, no markup and no final period."""
     return " ".join(_bare(text).casefold().split()).rstrip(" .")

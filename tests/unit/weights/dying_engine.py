@@ -215,7 +215,10 @@ class _Engine:
 
     def on_init_weights_update_group(self, body: dict[str, Any]) -> None:
         name, world_size = body["group_name"], body["world_size"]
-        store = PrefixStore(name, TCPStore(body["master_address"], body["master_port"], is_master=False))
+        # A store that is closed already, because another engine died first, is tried again and again until this timeout.
+        of_sender = TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=timedelta(seconds=5))
+        of_sender.set_timeout(timedelta(minutes=5))
+        store = PrefixStore(name, of_sender)
         self.held.joining = name
         rank, backend = body["rank_offset"], dist.Backend(body["backend"])
         group: Any = _new_process_group_helper(world_size, rank, [], backend, store, group_name=name, timeout=timedelta(minutes=30))[0]

@@ -79,6 +79,7 @@ def test_responses_over_weight_syncs_are_not_interrupted(job: Job, prompts: Path
             sglang_mem_fraction_static=MEMORY["mem_fraction_static"],
             check_weight_update_equal=True,
             embedded_num_threads=None,
+            rollout_batch_size=2,
             rollout_max_response_len=400,
             num_rollout=NUM_ROLLOUT,
             rollout_concurrency=2,  # sampling takes longer than training, so that requests are in flight at a weight sync

@@ -28,7 +28,7 @@ async def test_a_function_that_blocks_is_named_once(caplog: pytest.LogCaptureFix
 async def test_short_blocks_that_add_up_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """An async reward with blocking work holds up all other rewards, although no call takes long."""
     with stalls_reported(10 * LIMIT_S):
-        for _ in range(40):
+        for _ in range(25):
             await asyncio.create_task(blocks(LIMIT_S / 2))
     (record,) = caplog.records
     assert f"event loop blocked for at least half of {10 * LIMIT_S:g} s in blocks ({__file__}:" in record.getMessage()

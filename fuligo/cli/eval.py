@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuligo.cli.chosen import chosen_for_evaluation
+from fuligo.cli.chosen import chosen_for_evaluation, find_devices, with_installed_engine
 from fuligo.cli.environment import apply_environment
 from fuligo.cli.megatron_arguments import require_read_arguments
 from fuligo.config import Config
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text(topic) if topic else _USAGE, end="")
         return 0
     parsed = parse(arguments)
-    check(parsed.config, parsed.places)
+    # Flags of SGLang's engines have an effect where it is installed, also if no flag chooses it.
+    check(with_installed_engine(parsed.config, len(find_devices(parsed.config)))[0], parsed.places)
     found = chosen_for_evaluation(without_training(with_weights(located(parsed.config))))
     config = found.config
 

@@ -1,5 +1,7 @@
 """Flags that take effect only under a condition; otherwise a value other than the default is an error."""
 
+import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ from fuligo.config.findings import Change, Rule, Severity
 from fuligo.config.flags import Kind, flags
 from fuligo.config.rules.required import NUMBERS
 from fuligo.config.rules.rule import Violation, unset_flag
+from fuligo.config.secret import Environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +207,8 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
         shown = []
         for flag in idle:
             value = config.value_of(flag.name)
-            text = "" if flag.kind is Kind.BOOL else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
             option = flag.option.replace("--", "--no-", 1) if value is False else flag.option
-            shown.append(option + text)
+            shown.append(option if flag.kind is Kind.BOOL else f"{option} {_as_given(value)}")
         have, them = ("has", "it") if len(idle) == 1 else ("have", "them")
         text = f"{' and '.join(shown)} {have} no effect {effect.otherwise}"
         fix, options = tuple(unset_flag(flag.name) for flag in idle), tuple(flag.option for flag in idle)
@@ -214,6 +216,12 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
 
     check.__doc__ = f"{', '.join(flags()[name].option for name in effect.names)}: no effect {effect.otherwise}."
     return Rule(effect.id, Severity.ERROR, (), check)
+
+
+def _as_given(value: object) -> str:
+    if isinstance(value, Environment):
+        return shlex.quote(json.dumps(value.shown()))
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 RULES = tuple(_rule(effect, EFFECTS[:number]) for number, effect in enumerate(EFFECTS))

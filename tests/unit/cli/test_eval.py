@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fuligo.cli import chosen
 from fuligo.cli import eval as command
 from fuligo.cli.preflight import evaluation_problems
 from fuligo.config import Config
@@ -58,6 +59,19 @@ def test_what_a_run_of_training_would_be_refused_for_is_refused(given: list[str]
     assert "did you mean" in refused(*given, "--eval-temprature", 1)
     assert "--rm-type nonsense is not a built-in reward" in refused(*given, "--rm-type", "nonsense")
     assert "--hf-checkpoint is missing" in refused(*given[2:])
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_flags_of_engines_are_taken_where_sglang_is_installed(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, is_installed: bool
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(chosen, "nvidia_smi", lambda *arguments: "0, NVIDIA H200, 143771, 580.159, 4\n")
+    monkeypatch.setattr(chosen, "package_versions", lambda names, *rest: dict.fromkeys(names, "1" if is_installed else None))
+    said = refused(*given, "--engine-env", '{"NCCL_DEBUG": "INFO"}', "--eval-function-path", "no.such_function")
+    assert said.startswith("--engine-env") is not is_installed
+    if not is_installed:
+        assert said.startswith("""--engine-env '{"NCCL_DEBUG": "INFO"}' has no effect without SGLang engines""")
 
 
 def test_a_load_without_a_checkpoint(given: list[str], tmp_path: Path) -> None:

@@ -178,6 +178,8 @@ class ServerSettings:
         }
         if self.number is not None:
             placed["weight_version"] = str(WeightLabel(0, self.number))
+            if (seed := self.arguments.get("random_seed")) is not None:
+                placed["random_seed"] = seed + self.number  # with equal seeds, engines could draw the same samples of a prompt
         if self.gpu_ids:
             placed["base_gpu_id"] = self.gpu_ids[0]
         if self.worker_type != "regular":

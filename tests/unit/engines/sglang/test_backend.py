@@ -67,6 +67,13 @@ def test_arguments_are_written_as_sglangs_own_parser_takes_them(fleets) -> None:
         assert expected in words
 
 
+def test_engines_draw_with_other_random_numbers(fleets) -> None:
+    config = config_of(None, rollout_num_gpus=3)
+    seeded = Config.model_validate({**config.model_dump(), "sglang": {"random_seed": 40}})
+    assert [options(server)["--random-seed"] for server in fleets(seeded)["default"].servers] == ["40", "41", "42"]
+    assert all("--random-seed" not in options(server) for server in fleets(config)["default"].servers)
+
+
 def test_every_model_has_its_router_and_pairs_are_told_what_they_are(fleets) -> None:
     settings = fleets(config_of([ACTOR_IN_PAIRS, JUDGE], rollout_num_gpus=4))
     assert list(settings) == ["actor", "judge"]

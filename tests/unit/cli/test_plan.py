@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from fuligo import cli
+from fuligo.cli import chosen
 from fuligo.cli.plan import STANDARD_OUTPUT, plan_name, split_options
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
@@ -53,6 +54,17 @@ def test_a_plan_for_another_machine_assumes_sglang_and_says_so(run_plan: RunPlan
     assert code == 0, output + errors
     assert "note: --rollout-backend sglang --colocate: assumed, as fuligo train chooses where SGLang is installed, with 1 GPU" in said
     assert "--sglang-max-running-requests" in said, "the choices are those of SGLang engines"
+
+
+def test_a_plan_for_this_machine_says_if_its_gpus_are_too_few(run_plan: RunPlan, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    job = (*SMALL, "--actor-num-gpus-per-node", "2")
+    for num_gpus, is_short in ((1, True), (2, False)):
+        text = "".join(f"{index}, NVIDIA H200, 143771, 580.159, 4\n" for index in range(num_gpus))
+        monkeypatch.setattr(chosen, "nvidia_smi", lambda *arguments, text=text: text)
+        code, output, _ = run_plan(*job)
+        assert code == 0 and "h200-141" in output
+        assert ("note: the run needs 2 GPUs like this machine's, which has 1" in output) is is_short
 
 
 def test_a_config_json_on_this_machine_completes_model_args(run_plan: RunPlan, tmp_path: Path):

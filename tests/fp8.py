@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from fuligo.formats.quantisation import Quantisation
+from fuligo.formats.quantization import Quantization
 from tests import tiny
 
 _MLA = {
@@ -91,9 +91,9 @@ def half_steps(values: np.ndarray) -> np.ndarray:
     return steps[np.searchsorted(numbers, np.abs(values))] / 2
 
 
-def dequantise(values: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
+def dequantize(values: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
     """Return values * scale as [rows, columns] float32."""
     height, width = values.shape
-    rows, columns = quantisation.block_of((height, width))
+    rows, columns = quantization.block_of((height, width))
     of_rows = scales.reshape(-(-height // rows), -1).repeat_interleave(rows, 0)[:height]
     return values.float() * of_rows.repeat_interleave(columns, 1)[:, :width]

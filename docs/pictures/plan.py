@@ -26,7 +26,7 @@ class Picture:
     name: str
     config: str
     scheme: str
-    colour_by: str
+    color_by: str
     gpu: int
     """The one that is pointed at."""
     last_section: str
@@ -55,7 +55,7 @@ def draw(browser: Browser, picture: Picture) -> None:
         cli.main(["plan", "--config", str(EXAMPLES / picture.config), "--html", str(file)])
         page = browser.new_page(viewport={"width": WIDTH, "height": 3000}, color_scheme=picture.scheme)  # pyright: ignore[reportArgumentType]
         page.goto(file.as_uri())
-        page.locator(f"input[value={picture.colour_by}] + span").click()
+        page.locator(f"input[value={picture.color_by}] + span").click()
         page.locator(f'[data-index="{picture.gpu}"]').click()
         page.mouse.move(2, 2)
         page.wait_for_timeout(400)  # colors fade in

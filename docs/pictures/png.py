@@ -13,9 +13,9 @@ def recompressed(png: bytes) -> bytes:
     """Return the same picture with unfiltered rows at the highest compression level."""
     chunks = list(_chunks(png))
     header = next(data for kind, data in chunks if kind == b"IHDR")
-    width, height, _, colour_type = struct.unpack(">IIBB", header[:10])
+    width, height, _, color_type = struct.unpack(">IIBB", header[:10])
     packed = zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT"))
-    pixel = _BYTES_PER_PIXEL[colour_type]
+    pixel = _BYTES_PER_PIXEL[color_type]
     rows = b"".join(b"\0" + row for row in _unfiltered(packed, height, width * pixel, pixel))
     return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows, 9)) + _chunk(b"IEND", b"")
 

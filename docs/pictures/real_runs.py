@@ -10,7 +10,7 @@ PANELS = {
     "trained on long questions": {"long": (0.139, 0.330, 0.385, 0.410), "short": (0.297, None, None, 0.551)},
     "trained on long questions, LoRA": {"short": (0.297, 0.398, 0.568, None), "long": (0.160, 0.361, 0.594, None)},
 }
-COLOURS = {
+COLORS = {
     "short": "#2a78d6",
     "long": "#c2571a",
     "tool called": "#2a78d6",
@@ -40,12 +40,12 @@ def panel(
     for name, values in curves.items():
         points = [place(rollout, value) for rollout, value in zip(rollouts, values, strict=True) if value is not None]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
-        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{COLOURS[name]}"/>' for x, y in points]
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{COLORS[name]}" stroke-width="2"/>')
+        lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{COLORS[name]}"/>' for x, y in points]
         (x, y), last = points[-1], [value for value in values if value is not None][-1]
         is_upper = last == max(value for each in curves.values() for value in each[-2:] if value is not None) or last < 0.1
         place_of_name = f'x="{x:.1f}" y="{y - 8 if is_upper else y + 22:.1f}" text-anchor="end"'
-        lines.append(f'<text {place_of_name} style="fill:{COLOURS[name]}">{name} {last:.2f}</text>')
+        lines.append(f'<text {place_of_name} style="fill:{COLORS[name]}">{name} {last:.2f}</text>')
     return lines
 
 

@@ -36,7 +36,7 @@ class Picture:
 
 OF_QUICKSTART = (
     Picture("view-overview", "overview?smooth=0.4", "light", 740, "path.faint"),
-    Picture("view-samples", "samples?sample=2.0&colour=entropy&order=-length&step_max=8", "light", 860, ".token"),
+    Picture("view-samples", "samples?sample=2.0&color=entropy&order=-length&step_max=8", "light", 860, ".token"),
 )
 OF_RECORDED = (
     Picture("view-time", "time?step=9", "dark", 1090, ".phase"),

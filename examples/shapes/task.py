@@ -8,7 +8,7 @@ SIDE, CELL = 32, 8
 """Width in pixels of a picture and of one of its 16 cells. A cell holds at most one shape and is one token."""
 MOST = 4
 """Maximum number of circles in a picture, and of squares."""
-COLOURS = ("#e6584f", "#4f9de6", "#5fc46a", "#e6c34f")
+COLORS = ("#e6584f", "#4f9de6", "#5fc46a", "#e6c34f")
 QUESTIONS = {
     "<image>How many circles?": lambda circles, squares: circles,
     "<image>How many squares?": lambda circles, squares: squares,
@@ -24,11 +24,11 @@ def picture(circles: int, squares: int, rng: random.Random) -> bytes:
     draw = ImageDraw.Draw(image)
     cells = rng.sample([(x, y) for x in range(0, SIDE, CELL) for y in range(0, SIDE, CELL)], circles + squares)
     for number, (x, y) in enumerate(cells):
-        box, colour = (x + 1, y + 1, x + CELL - 2, y + CELL - 2), rng.choice(COLOURS)
+        box, color = (x + 1, y + 1, x + CELL - 2, y + CELL - 2), rng.choice(COLORS)
         if number < circles:
-            draw.ellipse(box, fill=colour)
+            draw.ellipse(box, fill=color)
         else:
-            draw.rectangle(box, fill=colour)
+            draw.rectangle(box, fill=color)
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

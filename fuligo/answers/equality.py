@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from fuligo.answers.number import Number, equal_numbers, read_based, read_number
 from fuligo.answers.reading import Answer, Approximation, Assignment, Collection, Equation, Kind, Word, read
-from fuligo.answers.spelling import normalise
+from fuligo.answers.spelling import normalize
 from fuligo.answers.units import Value, units_agree
 
 MAX_CHARS = 2000
@@ -36,7 +36,7 @@ def equal_answers(answer: str, gold: str, algebra: Algebra = no_algebra) -> bool
         return equal_numbers(numbers[0], numbers[1])
     if max(len(answer), len(gold)) > MAX_CHARS:
         return False
-    if (first := normalise(answer)) == (second := normalise(gold)) or _squeezed(first) == _squeezed(second) != "":
+    if (first := normalize(answer)) == (second := normalize(gold)) or _squeezed(first) == _squeezed(second) != "":
         return True
     return _Comparison(algebra).equal(read(answer), read(gold))
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from fuligo.answers.spelling import normalise
+from fuligo.answers.spelling import normalize
 from fuligo.answers.units import Value, split_unit
 
 _OPENING, _CLOSING = "([{", ")]}"
@@ -94,7 +94,7 @@ Answer = Value | Word | Collection | Equation | Assignment | Approximation
 
 def read(text: str) -> Answer:
     """Parse the structure of an answer. A text with brackets nested too deeply becomes a `Value`."""
-    text = normalise(text)
+    text = normalize(text)
     return _read(text) if _depth(text) <= _MAX_DEPTH else Value(text)
 
 

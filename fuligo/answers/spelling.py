@@ -64,7 +64,7 @@ _SYNONYMS = tuple(
 )
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Return the text in one LaTeX spelling, without dollar signs, spacing commands, outer emphasis and closing punctuation."""
     text = _ascii(text.strip())
     if text.startswith("**") and text.endswith("**") and len(text) > 4:

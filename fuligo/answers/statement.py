@@ -3,7 +3,7 @@ r"""The answer that a response states: its last `\boxed{}`, or else what follows
 import re
 
 from fuligo.answers.reading import is_name
-from fuligo.answers.spelling import normalise
+from fuligo.answers.spelling import normalize
 from fuligo.answers.units import KNOWN, split_unit
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -117,7 +117,7 @@ def _stated_answer(text: str) -> str | None:
 def _terms(text: str, start: int) -> list[re.Match[str]]:
     """Return the numbers and formulas of a text. Formulas that only name a quantity (`$f(x)$`) count only if there are no others."""
     terms = list(_TERM.finditer(text, start))
-    return [term for term in terms if not is_name(normalise(term[0]))] or terms
+    return [term for term in terms if not is_name(normalize(term[0]))] or terms
 
 
 def _whole(text: str) -> str | None:

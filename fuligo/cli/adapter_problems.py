@@ -6,8 +6,8 @@ from pathlib import Path
 from fuligo.config import Config
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
-from fuligo.formats.hugging_face import is_quantised
-from fuligo.formats.quantised_base import QuantisedBase
+from fuligo.formats.hugging_face import is_quantized
+from fuligo.formats.quantized_base import QuantizedBase
 from fuligo.layout.adapter import AdapterShape
 from fuligo.machine.packages import package_version
 from fuligo.models.adapter_names import EXPERT_MATRICES, adapter_of
@@ -26,9 +26,9 @@ def adapter_problems(config: Config) -> Iterator[str]:
     except CheckpointError as error:
         yield f"--lora-adapter: {error}"
         return
-    yield from _quantised_base(config)
+    yield from _quantized_base(config)
     directory = config.model.hf_checkpoint
-    if config.syncs_quantised and directory is not None and is_quantised(Path(directory)):
+    if config.syncs_quantized and directory is not None and is_quantized(Path(directory)):
         yield (
             f"--hf-checkpoint {directory} is quantized: merged into FP8 weights, most of an adapter's update would be rounded away; "
             "use the unquantized weights"
@@ -42,11 +42,11 @@ def adapter_problems(config: Config) -> Iterator[str]:
     yield from _fit(adapter, config.lora.lora_adapter, Path(directory))
 
 
-def _quantised_base(config: Config) -> Iterator[str]:
+def _quantized_base(config: Config) -> Iterator[str]:
     """Yield a problem if the run, or the adapter to start from, needs a quantized base, but the base cannot be quantized."""
     flags, model = config.lora, config.model.hf_checkpoint
     try:
-        trained_on = None if flags.lora_adapter is None else QuantisedBase.read(adapter_directory(Path(flags.lora_adapter)))
+        trained_on = None if flags.lora_adapter is None else QuantizedBase.read(adapter_directory(Path(flags.lora_adapter)))
     except CheckpointError as error:
         yield f"--lora-adapter: {error}"
         return
@@ -61,10 +61,10 @@ def _quantised_base(config: Config) -> Iterator[str]:
     if model is None or not (Path(model) / "config.json").is_file():
         return
     from fuligo.models.adapter import empty_model
-    from fuligo.models.quantised_linear import quantisable_weights
+    from fuligo.models.quantized_linear import quantizable_weights
 
     try:
-        quantisable_weights(empty_model(Path(model)))
+        quantizable_weights(empty_model(Path(model)))
     except ConfigError as error:
         yield from error.problems
     except (OSError, ValueError, KeyError):

@@ -205,7 +205,7 @@ def merge_adapter(arguments: Sequence[str]) -> int:
     from fuligo.checkpoint.location import weights_directory
     from fuligo.convert.merge_adapter import merge_adapter
     from fuligo.formats.adapter_config import AdapterConfig, adapter_directory
-    from fuligo.formats.quantised_base import QuantisedBase
+    from fuligo.formats.quantized_base import QuantizedBase
 
     adapter = adapter_directory(weights_directory(options.adapter))
     base = options.hf_checkpoint or Path(AdapterConfig.read(adapter).base)
@@ -215,8 +215,8 @@ def merge_adapter(arguments: Sequence[str]) -> int:
         )
     rounding = merge_adapter(base, adapter, options.save)
     print(f"{base} + {adapter} -> {options.save}")
-    if (quantised := QuantisedBase.read(adapter)) is not None:
-        print(f"merged into the base as it was in training: linear layers in {quantised.precision}, dequantized to {quantised.dtype}")
+    if (quantized := QuantizedBase.read(adapter)) is not None:
+        print(f"merged into the base as it was in training: linear layers in {quantized.precision}, dequantized to {quantized.dtype}")
     if rounding.num_elements:
         print(f"{rounding.share_changed:.1%} of the elements of the adapted matrices changed; the update of the others was rounded away")
     return 0

@@ -33,7 +33,7 @@ from fuligo.formats.hugging_face import (
     read_model_config,
     read_shapes,
 )
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.quantization import EngineQuantization
 from fuligo.models.registry import FAMILIES, has_mtp_module
 
 _TOKENIZER = "tokenizer.json"
@@ -111,9 +111,9 @@ def _weights(config: Config) -> Iterator[str]:
         yield f"{first} {sound[first]} is quantized, and training cannot start from it; use the unquantized weights with --ref-load"
     elif first in sound:
         yield from _mtp_layer(config, first, sound[first])
-    if "--hf-checkpoint" in sound and config.syncs_quantised:
+    if "--hf-checkpoint" in sound and config.syncs_quantized:
         try:
-            EngineQuantisation.read(sound["--hf-checkpoint"])
+            EngineQuantization.read(sound["--hf-checkpoint"])
         except ConfigError as error:
             yield f"--hf-checkpoint: {error}"
         yield from _renamed_experts(config, sound["--hf-checkpoint"])

@@ -30,7 +30,7 @@ class TrainerCapabilities:
     """True if adapters are sent separately to engines that know them by name; otherwise they are merged into the weights."""
     swaps_models: bool = False
     """True if policy, reference and teacher take turns in one model, so they must have the same architecture."""
-    quantises_base: bool = False
+    quantizes_base: bool = False
     """True if frozen base weights of an adapter may be held in 8 or 4 bits (--lora-base-precision)."""
     splits_model: bool = False
     """True if flags of the group `parallel` split the model over ranks; otherwise each rank computes all layers of its rows."""
@@ -52,7 +52,7 @@ class TrainerCapabilities:
 TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
     "torch": TrainerCapabilities(
         sends_adapters=True,
-        quantises_base=True,
+        quantizes_base=True,
         shares_prefixes=True,
         memory_flags=("--actor-num-gpus-per-node", "--max-tokens-per-gpu", "--gpu"),
         saved_bytes=SavedBytes(weights=4, adapter=12, reference=4),
@@ -84,7 +84,7 @@ class EngineCapabilities:
     """True if engines with --colocate free their GPU memory while the trainer works; otherwise they are small enough to stay."""
     reports_checksum: bool = False
     """True if engines hold tensors with the names and types in which they are sent, and report a checksum of them."""
-    serves_quantised: bool = False
+    serves_quantized: bool = False
     """True if engines on an FP8 checkpoint accept FP8 weights; otherwise they load and accept dequantized weights."""
     records_routing: bool = False
     """True if engines report the experts of every token (--use-rollout-routing-replay)."""
@@ -125,7 +125,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
     ),
     "sglang": EngineCapabilities(
         releases_memory=True,
-        serves_quantised=True,
+        serves_quantized=True,
         records_routing=True,
         writes_profiles=True,
         applies_adapters=True,

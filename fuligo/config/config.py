@@ -194,9 +194,9 @@ class Config(Placement):
         return self.lora.lora_sync == "adapter" or (not self.no_adapter_because and not self.engine_capabilities.names_adapters)
 
     @property
-    def syncs_quantised(self) -> bool:
+    def syncs_quantized(self) -> bool:
         """True if weights are synced to engines that can serve a quantized `--hf-checkpoint`."""
-        return self.needs_engine and self.engine_capabilities.serves_quantised and not self.debug.debug_rollout_only
+        return self.needs_engine and self.engine_capabilities.serves_quantized and not self.debug.debug_rollout_only
 
     @property
     def no_adapter_because(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fuligo.checkpoint.location import saved_value_model, training_checkpoint, weights_directory, weights_of
 from fuligo.convert.hf_view import HuggingFaceView
 from fuligo.errors import CheckpointError, ConfigError
-from fuligo.formats.checkpoint_files import UNFINISHED, drop_quantisation, is_distributed, other_files
+from fuligo.formats.checkpoint_files import UNFINISHED, drop_quantization, is_distributed, other_files
 from fuligo.formats.disk import default_mode, free_space, sync, sync_tree
 from fuligo.formats.hf_tensors import HuggingFaceTensors
 from fuligo.formats.hugging_face import TENSORS, read_config_json
@@ -63,7 +63,7 @@ def write_directory(weights: Weights, model: Path, target: Path, *, changed: Map
         for file in other_files(model):
             if file.name != TENSORS:
                 shutil.copy(file, unfinished)
-        config = drop_quantisation(unfinished / "config.json")
+        config = drop_quantization(unfinished / "config.json")
         if changed:
             (unfinished / "config.json").write_text(json.dumps({**config, **changed}, indent=2) + "\n")
         sync_tree(unfinished)
@@ -158,8 +158,8 @@ class _Classifier:
 
     def __init__(self, weights: Weights) -> None:
         """Map the names. Raises CheckpointError if a tensor is quantized."""
-        if quantised := sorted(weights.shapes.keys() - weights.dtypes.keys()):
-            raise CheckpointError(f"cannot export {quantised[0]}: it is quantized; use the value model that a trainer saved")
+        if quantized := sorted(weights.shapes.keys() - weights.dtypes.keys()):
+            raise CheckpointError(f"cannot export {quantized[0]}: it is quantized; use the value model that a trainer saved")
         self._weights = weights
         self._sources = {_SCORE if name == _HEAD else name: name for name in weights.shapes}
         self.shapes = {name: weights.shapes[source] for name, source in self._sources.items()} | {_BIAS: (1,)}

@@ -115,7 +115,7 @@ def _pieces(shard: Shard, source: Path, stop: threading.Event) -> Iterator[Piece
     yield 0, beginning
     with (source / shard.file).open("rb") as file:
         for tensor in shard.tensors:
-            content = _quantised(tensor, shard, places, file) if tensor.is_quantised else _copied(tensor, places[tensor.name], file)
+            content = _quantized(tensor, shard, places, file) if tensor.is_quantized else _copied(tensor, places[tensor.name], file)
             for piece in content:
                 if stop.is_set():
                     raise CheckpointError(f"conversion of {shard.file} stopped because another file failed")
@@ -127,18 +127,18 @@ def _copied(tensor: TargetTensor, place: int, file: BinaryIO) -> Iterator[Piece]
         yield place + start - tensor.start, _read(file, start, min(_CHUNK_BYTES, tensor.end - start))
 
 
-def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BinaryIO) -> Iterator[Piece]:
+def _quantized(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BinaryIO) -> Iterator[Piece]:
     """Yield the values and scales of a tensor, quantized in whole blocks of rows; a per-tensor scale needs a first pass over the tensor."""
-    quantisation = shard.quantisation
-    values_place, scales_place = places[tensor.name], places[quantisation.scale_name(tensor.name)]
+    quantization = shard.quantization
+    values_place, scales_place = places[tensor.name], places[quantization.scale_name(tensor.name)]
     try:
         whole = None
-        if quantisation.strategy == "tensor":
-            whole = scales_for(torch.stack([block_maxima(rows, quantisation) for rows in _rows(tensor, shard, file)]).amax(dim=0))
+        if quantization.strategy == "tensor":
+            whole = scales_for(torch.stack([block_maxima(rows, quantization) for rows in _rows(tensor, shard, file)]).amax(dim=0))
             yield scales_place, _bytes(whole)
         for rows in _rows(tensor, shard, file):
-            scales = fp8_scales(rows, quantisation) if whole is None else whole
-            values = _bytes(fp8_values(rows, scales, quantisation))
+            scales = fp8_scales(rows, quantization) if whole is None else whole
+            values = _bytes(fp8_values(rows, scales, quantization))
             yield values_place, values
             values_place += len(values)
             if whole is None:
@@ -151,7 +151,7 @@ def _quantised(tensor: TargetTensor, shard: Shard, places: dict[str, int], file:
 def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor]:
     height, width = tensor.shape
     row_bytes = width * tensor.itemsize
-    block_rows = 1 if shard.quantisation.block_size is None else shard.quantisation.block_size[0]
+    block_rows = 1 if shard.quantization.block_size is None else shard.quantization.block_size[0]
     num_rows = max(block_rows, _CHUNK_BYTES // row_bytes // block_rows * block_rows)
     for first in range(0, height, num_rows):
         count = min(num_rows, height - first)

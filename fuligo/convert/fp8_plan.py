@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 
 from fuligo.errors import ConfigError
-from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantised_modules
+from fuligo.formats.fp8_shards import Shard, plan_shards, shard_problems, unquantized_modules
 from fuligo.formats.hugging_face import DamagedFileError, is_weight_file, read_config_json, read_stored_tensors
-from fuligo.formats.quantisation import DEFAULT_BLOCK, STRATEGIES, Quantisation
+from fuligo.formats.quantization import DEFAULT_BLOCK, STRATEGIES, Quantization
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.architecture import Architecture
 from fuligo.models.hub import model_directory
@@ -33,10 +33,10 @@ class Fp8Plan:
 
     source: Path
     target: Path
-    quantisation: Quantisation
+    quantization: Quantization
     num_workers: int
     """Number of files to convert concurrently."""
-    num_quantised: int
+    num_quantized: int
     """Number of parameters to quantize."""
     num_kept: int
     """Number of parameters to copy unchanged."""
@@ -49,7 +49,7 @@ class Fp8Plan:
 
     def config_json(self) -> str:
         """Return the config.json of the new checkpoint."""
-        described = self.quantisation.quantization_config(unquantised_modules(self.shards))
+        described = self.quantization.quantization_config(unquantized_modules(self.shards))
         return json.dumps({**read_config_json(self.source), "quantization_config": described}, indent=2) + "\n"
 
     def index_json(self) -> str:
@@ -86,7 +86,7 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
     source, target = options.model_dir, options.save_dir
     values = read_config_json(source)
     architecture = architecture_of(values, str(source / CONFIG))
-    if architecture.is_quantised or architecture.is_mxfp4:
+    if architecture.is_quantized or architecture.is_mxfp4:
         raise ConfigError(f"cannot convert --model-dir {source}: it is already quantized; use the bf16 checkpoint it was made from")
     if family_of(architecture).stored_experts is not StoredExperts.APART:
         what = "layers" if architecture.experts is None else "experts"
@@ -95,41 +95,41 @@ def plan_hf_to_fp8(arguments: Sequence[str]) -> Fp8Plan:
             "serve the checkpoint as it is"
         )
     rows, columns = options.block_size or DEFAULT_BLOCK
-    quantisation = Quantisation(options.strategy, (rows, columns) if options.strategy == "block" else None)
+    quantization = Quantization(options.strategy, (rows, columns) if options.strategy == "block" else None)
     if any(source.glob("*.safetensors")):
-        plan = _plan_of_files(source, target, quantisation, options.max_workers)
+        plan = _plan_of_files(source, target, quantization, options.max_workers)
     else:
-        plan = _estimate(source, target, quantisation, options.max_workers, architecture)
+        plan = _estimate(source, target, quantization, options.max_workers, architecture)
     _raise(_target_problems(plan))
     return plan
 
 
 def describe(plan: Fp8Plan) -> Iterator[str]:
     """Yield the lines that describe the plan."""
-    strategy, block_size = plan.quantisation.strategy, plan.quantisation.block_size
+    strategy, block_size = plan.quantization.strategy, plan.quantization.block_size
     block = "" if block_size is None else f" of {block_size[0]} x {block_size[1]}"
-    share = plan.num_quantised / (plan.num_quantised + plan.num_kept)
+    share = plan.num_quantized / (plan.num_quantized + plan.num_kept)
     yield f"{plan.source} -> {plan.target}"
     yield f"strategy {strategy}: {STRATEGIES[strategy]}{block}; {count(plan.num_workers, 'file')} at a time"
-    yield f"{magnitude(plan.num_quantised)} parameters ({share:.1%}) to FP8, {magnitude(plan.num_kept)} unchanged"
+    yield f"{magnitude(plan.num_quantized)} parameters ({share:.1%}) to FP8, {magnitude(plan.num_kept)} unchanged"
     yield f"{amount(plan.source_bytes)} -> {'' if plan.shards else 'about '}{amount(plan.target_bytes)}"
 
 
-def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_workers: int) -> Fp8Plan:
+def _plan_of_files(source: Path, target: Path, quantization: Quantization, num_workers: int) -> Fp8Plan:
     try:
         stored = read_stored_tensors(source)
     except DamagedFileError as error:
         raise ConfigError(f"cannot convert --model-dir {source}: {error}") from None
-    shards = plan_shards(stored, quantisation)
-    _raise(f"--model-dir {source}: {problem}" for problem in shard_problems(shards, quantisation))
+    shards = plan_shards(stored, quantization)
+    _raise(f"--model-dir {source}: {problem}" for problem in shard_problems(shards, quantization))
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     return Fp8Plan(
         source,
         target,
-        quantisation,
+        quantization,
         num_workers,
-        num_quantised=sum(prod(tensor.shape) for tensor in tensors if tensor.is_quantised),
-        num_kept=sum(prod(tensor.shape) for tensor in tensors if not tensor.is_quantised),
+        num_quantized=sum(prod(tensor.shape) for tensor in tensors if tensor.is_quantized),
+        num_kept=sum(prod(tensor.shape) for tensor in tensors if not tensor.is_quantized),
         source_bytes=sum(tensor.end - tensor.start for tensor in stored.values()),
         target_bytes=sum(shard.num_bytes for shard in shards),
         shards=shards,
@@ -137,22 +137,22 @@ def _plan_of_files(source: Path, target: Path, quantisation: Quantisation, num_w
     )
 
 
-def _estimate(source: Path, target: Path, quantisation: Quantisation, num_workers: int, architecture: Architecture) -> Fp8Plan:
+def _estimate(source: Path, target: Path, quantization: Quantization, num_workers: int, architecture: Architecture) -> Fp8Plan:
     """Return a plan estimated from config.json alone: bf16, and a float32 scale per whole block; other scales are not counted."""
     layers = (*architecture.layers, *architecture.mtp_layers)
     parts = (*architecture.outer_parts, *(part for layer in layers for part in layer.parts))
-    num_quantised = sum(part.num_parameters for part in parts if part.quantisable)
-    num_kept = sum(part.num_parameters for part in parts if not part.quantisable)
-    scales = num_quantised // prod(quantisation.block_size) if quantisation.block_size is not None else 0
+    num_quantized = sum(part.num_parameters for part in parts if part.quantizable)
+    num_kept = sum(part.num_parameters for part in parts if not part.quantizable)
+    scales = num_quantized // prod(quantization.block_size) if quantization.block_size is not None else 0
     return Fp8Plan(
         source,
         target,
-        quantisation,
+        quantization,
         num_workers,
-        num_quantised,
+        num_quantized,
         num_kept,
-        source_bytes=2 * (num_quantised + num_kept),
-        target_bytes=num_quantised + 4 * scales + 2 * num_kept,
+        source_bytes=2 * (num_quantized + num_kept),
+        target_bytes=num_quantized + 4 * scales + 2 * num_kept,
         shards=(),
         other_files=(),
     )

@@ -9,11 +9,11 @@ from fuligo.convert.dist_to_hf import write_directory
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig, adapted_weight
 from fuligo.formats.hf_tensors import InOwnDtypes
-from fuligo.formats.quantised_base import QuantisedBase
+from fuligo.formats.quantized_base import QuantizedBase
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, empty_model, read_adapter_weights, require_fits
 from fuligo.models.experts_adapter import stacked_factors
-from fuligo.models.quantised_linear import quantisable_weights, rounded
+from fuligo.models.quantized_linear import quantizable_weights, rounded
 
 
 class MergedTensors(InOwnDtypes):
@@ -29,11 +29,11 @@ class MergedTensors(InOwnDtypes):
         """Elements that the merge changed after rounding; complete when all tensors have been read. Float32 tensors are not counted."""
         config, tensors = AdapterConfig.read(adapter), read_adapter_weights(adapter)
         require_fits(tensors, config, adapter, base)
-        self.quantised = QuantisedBase.read(adapter)
+        self.quantized = QuantizedBase.read(adapter)
         """Storage format of the base that the adapter was trained on; None if it was not quantized."""
-        self._quantised: frozenset[str] = frozenset()
-        if self.quantised is not None:
-            self._quantised = frozenset(self._quantisable(base, adapter))
+        self._quantized: frozenset[str] = frozenset()
+        if self.quantized is not None:
+            self._quantized = frozenset(self._quantizable(base, adapter))
         self._updates: dict[str, LowRankUpdate] = {}
         for stored in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
             update = LowRankUpdate(tensors[stored], tensors[stored.replace(".lora_A.", ".lora_B.")], config.scaling)
@@ -47,11 +47,11 @@ class MergedTensors(InOwnDtypes):
                     f"adapter; use the model that the adapter was trained on ({config.base or 'its adapter_config.json names none'})"
                 )
 
-    def _quantisable(self, base: Path, adapter: Path) -> list[str]:
+    def _quantizable(self, base: Path, adapter: Path) -> list[str]:
         """Return the names of the weights that were quantized in training. Raises CheckpointError if the base lacks one of them."""
         model = empty_model(base)
         try:
-            names = [stored for name in quantisable_weights(model) for stored in self._file_names(name, len(model.get_parameter(name)))]
+            names = [stored for name in quantizable_weights(model) for stored in self._file_names(name, len(model.get_parameter(name)))]
         except ConfigError as error:
             raise CheckpointError(f"cannot merge {adapter} into {base}: {'; '.join(error.problems)}") from error
         if absent := [name for name in names if name not in self.shapes]:
@@ -81,8 +81,8 @@ class MergedTensors(InOwnDtypes):
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""
         weight, update = super().read(name), self._updates.get(name)
-        if self.quantised is not None and name in self._quantised:
-            weight = rounded(weight, self.quantised)
+        if self.quantized is not None and name in self._quantized:
+            weight = rounded(weight, self.quantized)
         if update is None:
             return weight
         merged = update.added_to(weight).to(weight.dtype)

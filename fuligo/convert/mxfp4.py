@@ -9,13 +9,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fuligo.convert.dist_to_hf import write_directory
 from fuligo.errors import CheckpointError
 from fuligo.formats.hf_tensors import HuggingFaceTensors
-from fuligo.formats.hugging_face import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, quantisation_method
+from fuligo.formats.hugging_face import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, quantization_method
 
 _CHUNK_BLOCKS = 2**20
 """Number of blocks, of 32 weights each, that are converted at a time; the temporary tensors take 0.3 GiB."""
 
 
-class DequantisedTensors(HuggingFaceTensors):
+class DequantizedTensors(HuggingFaceTensors):
     """Tensors of an MXFP4 checkpoint; `NAME_blocks` and `NAME_scales` are read as the bfloat16 tensor NAME [experts, inputs, outputs]."""
 
     def __init__(self, directory: Path) -> None:
@@ -46,9 +46,9 @@ class DequantisedTensors(HuggingFaceTensors):
 
 def mxfp4_to_bf16(source: Path, target: Path) -> None:
     """Write an MXFP4 model in bfloat16 to `target`, new or empty. Raises CheckpointError if `source` is not in MXFP4, or damaged."""
-    method = quantisation_method(source)
+    method = quantization_method(source)
     if method != MXFP4:
         raise CheckpointError(
             f"cannot convert {source}: its config.json states {method or 'no'} quantization, not {MXFP4}; use it as it is"
         )
-    write_directory(DequantisedTensors(source), source, target, changed={"dtype": "bfloat16"})
+    write_directory(DequantizedTensors(source), source, target, changed={"dtype": "bfloat16"})

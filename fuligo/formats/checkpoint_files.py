@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuligo.formats.fp8_shards import FP8_DTYPE
 from fuligo.formats.hugging_face import MXFP4_BLOCKS, MXFP4_SCALES, TENSORS, is_weight_file, read_stored_tensors
-from fuligo.formats.quantisation import expert_parts
+from fuligo.formats.quantization import expert_parts
 from fuligo.formats.stored_experts import StoredExperts, mixtral_name
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def copy_model_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in other_files(source):
         shutil.copy(file, target)
-    drop_quantisation(target / "config.json")
+    drop_quantization(target / "config.json")
     record_dtypes(source, target)
 
 
@@ -75,10 +75,10 @@ def record_dtypes(source: Path, target: Path) -> None:
     elif any(source.glob("*.safetensors")):
         stored = {name: tensor.dtype for name, tensor in read_stored_tensors(source).items()}
         config = json.loads((source / "config.json").read_text()) if (source / "config.json").exists() else {}
-        (target / TENSORS).write_text(json.dumps(_before_quantisation(stored, config), indent=0))
+        (target / TENSORS).write_text(json.dumps(_before_quantization(stored, config), indent=0))
 
 
-def drop_quantisation(file: Path) -> dict[str, Any]:
+def drop_quantization(file: Path) -> dict[str, Any]:
     """Remove `quantization_config` from a config.json, if it exists, and return the other keys; empty if there is no file."""
     config = json.loads(file.read_text()) if file.exists() else {}
     if config.pop("quantization_config", None) is not None:
@@ -86,15 +86,15 @@ def drop_quantisation(file: Path) -> dict[str, Any]:
     return config
 
 
-def _before_quantisation(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
+def _before_quantization(dtypes: dict[str, str], config: dict[str, Any]) -> dict[str, str]:
     """Return the dtypes before quantization: FP8 and MXFP4 tensors get the dtype in config.json (else BF16), and scales are dropped."""
     stated = _STATED.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
-    quantised = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
-    scales = {f"{name}{suffix}" for name in quantised for suffix in ("_scale_inv", "_scale")}
+    quantized = {name for name, dtype in dtypes.items() if dtype == FP8_DTYPE}
+    scales = {f"{name}{suffix}" for name in quantized for suffix in ("_scale_inv", "_scale")}
     packed = {name.removesuffix(MXFP4_BLOCKS) for name, dtype in dtypes.items() if name.endswith(MXFP4_BLOCKS) and dtype == "U8"}
     scales |= {name + suffix for name in packed for suffix in (MXFP4_BLOCKS, MXFP4_SCALES)}
     return dict.fromkeys(sorted(packed), stated) | {
-        name: stated if name in quantised else dtype for name, dtype in dtypes.items() if name not in scales
+        name: stated if name in quantized else dtype for name, dtype in dtypes.items() if name not in scales
     }
 
 

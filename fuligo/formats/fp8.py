@@ -9,7 +9,7 @@ from torch import Tensor
 from fuligo.errors import WeightSyncError
 from fuligo.formats.buckets import NamedTensors
 from fuligo.formats.checkpoint_files import checkpoint_weights
-from fuligo.formats.quantisation import EngineQuantisation, Quantisation
+from fuligo.formats.quantization import EngineQuantization, Quantization
 from fuligo.formats.stored_experts import StoredExperts
 
 FP8 = torch.float8_e4m3fn
@@ -19,28 +19,28 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Lower bound of scales: smaller ones lose precision, and the values of their blocks are practically 0."""
 
 
-def quantise(weight: Tensor, quantisation: Quantisation) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
     """Return the FP8 values and float32 scales of a matrix [rows, columns] of any float type.
 
-    The values are [rows, columns], the scales of `quantisation.scale_shape`: weight = values * scale, up to half an FP8 step. Raises
+    The values are [rows, columns], the scales of `quantization.scale_shape`: weight = values * scale, up to half an FP8 step. Raises
     ValueError if a weight is not finite.
     """
-    scales = fp8_scales(weight, quantisation)
-    return fp8_values(weight, scales, quantisation), scales
+    scales = fp8_scales(weight, quantization)
+    return fp8_values(weight, scales, quantization), scales
 
 
-def fp8_scales(weight: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return float32 scales of `quantisation.scale_shape` that use the full FP8 range. Raises ValueError if a weight is not finite."""
-    return scales_for(block_maxima(weight, quantisation))
+def fp8_scales(weight: Tensor, quantization: Quantization) -> Tensor:
+    """Return float32 scales of `quantization.scale_shape` that use the full FP8 range. Raises ValueError if a weight is not finite."""
+    return scales_for(block_maxima(weight, quantization))
 
 
-def block_maxima(weight: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return each block's largest absolute value, float32 of `quantisation.scale_shape`. Raises ValueError if a weight is not finite."""
+def block_maxima(weight: Tensor, quantization: Quantization) -> Tensor:
+    """Return each block's largest absolute value, float32 of `quantization.scale_shape`. Raises ValueError if a weight is not finite."""
     shape = tuple(weight.shape)
-    largest = _in_blocks(weight, *quantisation.block_of(shape)).abs().amax(dim=(1, 3)).float()
+    largest = _in_blocks(weight, *quantization.block_of(shape)).abs().amax(dim=(1, 3)).float()
     if not bool(largest.isfinite().all()):
         raise ValueError("it contains NaN or infinity")
-    return largest.reshape(quantisation.scale_shape(shape))
+    return largest.reshape(quantization.scale_shape(shape))
 
 
 def scales_for(maxima: Tensor) -> Tensor:
@@ -49,19 +49,19 @@ def scales_for(maxima: Tensor) -> Tensor:
     return torch.where(maxima > 0, (maxima / largest).clamp(min=_SMALLEST_SCALE), 1.0)
 
 
-def fp8_values(weight: Tensor, scales: Tensor, quantisation: Quantisation) -> Tensor:
+def fp8_values(weight: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
     """Return weight / scale as [rows, columns] FP8, rounded to nearest, ties to even.
 
     Float32 rounding can push the quotient slightly above 448, which rounds back to 448; no clamp is needed.
     """
     height, width = weight.shape
-    blocks = _in_blocks(weight.float(), *quantisation.block_of((height, width)))
+    blocks = _in_blocks(weight.float(), *quantization.block_of((height, width)))
     quotients = blocks / scales.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
     return quotients.flatten(2).flatten(0, 1)[:height, :width].to(FP8)
 
 
-def quantised_weights(
-    named_weights: NamedTensors, engine: EngineQuantisation, experts: StoredExperts = StoredExperts.APART
+def quantized_weights(
+    named_weights: NamedTensors, engine: EngineQuantization, experts: StoredExperts = StoredExperts.APART
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that engines started from an FP8 checkpoint expect, equal to what `fuligo convert fp8` would write.
 
@@ -74,13 +74,13 @@ def quantised_weights(
             yield name, weight
             continue
         try:
-            values, scales = quantise(weight, engine.quantisation)
+            values, scales = quantize(weight, engine.quantization)
         except ValueError as error:
             raise WeightSyncError(
                 f"cannot quantize {name} for the engines: {error}; resume from the last checkpoint with a smaller --lr"
             ) from None
         yield name, values
-        yield engine.quantisation.scale_name(name), scales
+        yield engine.quantization.scale_name(name), scales
 
 
 def _in_blocks(matrix: Tensor, rows: int, columns: int) -> Tensor:

@@ -7,7 +7,7 @@ from math import prod
 from operator import attrgetter
 
 from fuligo.formats.hugging_face import Shape, StoredTensor
-from fuligo.formats.quantisation import Quantisation, expert_parts, is_quantised_matrix
+from fuligo.formats.quantization import Quantization, expert_parts, is_quantized_matrix
 
 FP8_DTYPE = "F8_E4M3"
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4}
@@ -26,7 +26,7 @@ class TargetTensor:
     source: StoredTensor
     start: int
     """Offset of the source bytes in the source file."""
-    is_quantised: bool
+    is_quantized: bool
 
     @property
     def end(self) -> int:
@@ -60,12 +60,12 @@ class Shard:
     file: str
     tensors: tuple[TargetTensor, ...]
     """Tensors in the order of their bytes in the source."""
-    quantisation: Quantisation
+    quantization: Quantization
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Entries by decreasing width, then name, which is safetensors' order: each tensor is aligned to its width."""
-        entries = [entry for tensor in self.tensors for entry in _entries(tensor, self.quantisation)]
+        entries = [entry for tensor in self.tensors for entry in _entries(tensor, self.quantization)]
         return tuple(sorted(entries, key=lambda entry: (-entry.width, entry.name)))
 
     @property
@@ -88,69 +88,69 @@ class Shard:
         return beginning, {name: len(beginning) + place for name, place in places.items()}
 
 
-def plan_shards(stored: Mapping[str, StoredTensor], quantisation: Quantisation) -> tuple[Shard, ...]:
+def plan_shards(stored: Mapping[str, StoredTensor], quantization: Quantization) -> tuple[Shard, ...]:
     """Return a plan of one file for each file of the source."""
     by_file: dict[str, list[TargetTensor]] = {}
     for name, tensor in stored.items():
         by_file.setdefault(tensor.file, []).extend(_target_tensors(name, tensor))
-    return tuple(Shard(file, tuple(sorted(tensors, key=attrgetter("start"))), quantisation) for file, tensors in sorted(by_file.items()))
+    return tuple(Shard(file, tuple(sorted(tensors, key=attrgetter("start"))), quantization) for file, tensors in sorted(by_file.items()))
 
 
-def shard_problems(shards: tuple[Shard, ...], quantisation: Quantisation) -> Iterator[str]:
+def shard_problems(shards: tuple[Shard, ...], quantization: Quantization) -> Iterator[str]:
     """Yield the reasons why the source cannot be quantized, or engines could not load the result."""
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     if any(tensor.source.dtype.startswith("F8") for tensor in tensors):
         yield "the checkpoint is already quantized (FP8 tensors); use the bf16 checkpoint it was made from"
         return
-    matrices = [tensor for tensor in tensors if tensor.is_quantised]
+    matrices = [tensor for tensor in tensors if tensor.is_quantized]
     if not matrices:
         yield "the checkpoint has nothing to quantize: no tensor is a matrix of an attention or MLP layer"
     other_types = [f"{tensor.name} ({tensor.source.dtype})" for tensor in matrices if tensor.source.dtype not in _FLOATS]
     if other_types:
         yield f"cannot quantize {_listed(other_types)}: the dtype must be one of {', '.join(_FLOATS)}"
-    if quantisation.block_size is not None:
-        rows = quantisation.block_size[0]
+    if quantization.block_size is not None:
+        rows = quantization.block_size[0]
         if spanned := [f"{tensor.name} {list(tensor.shape)}" for tensor in matrices if _part_rows(tensor) % rows]:
             yield (
                 f"blocks of {rows} rows do not divide {_listed(spanned)}: engines fuse this matrix with others, and no block may span "
                 "two of them; use --strategy channel, or a --block-size that divides its rows (DeepEP supports 128 128 only)"
             )
-    if quantisation.strategy == "tensor" and any(_module(tensor) == "q_a_proj" for tensor in matrices):
+    if quantization.strategy == "tensor" and any(_module(tensor) == "q_a_proj" for tensor in matrices):
         yield (
             "--strategy tensor does not work with latent attention: SGLang fuses q_a_proj and kv_a_proj_with_mqa under one scale; "
             "use block or channel"
         )
 
 
-def unquantised_modules(shards: tuple[Shard, ...]) -> list[str]:
+def unquantized_modules(shards: tuple[Shard, ...]) -> list[str]:
     """Return the names of the modules whose weight is a matrix that is not quantized."""
     return [
         tensor.name.removesuffix(".weight")
         for shard in shards
         for tensor in shard.tensors
-        if not tensor.is_quantised and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+        if not tensor.is_quantized and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
     ]
 
 
 def _target_tensors(name: str, tensor: StoredTensor) -> Iterator[TargetTensor]:
     parts = expert_parts(name, tensor.shape)
     if not parts:
-        yield TargetTensor(name, tensor.shape, tensor, tensor.start, is_quantised_matrix(name, tensor.shape))
+        yield TargetTensor(name, tensor.shape, tensor, tensor.start, is_quantized_matrix(name, tensor.shape))
         return
     _, rows, columns = tensor.shape
     row_bytes = (tensor.end - tensor.start) // prod(tensor.shape[:2])
     for part in parts:
         start = tensor.start + (part.expert * rows + part.first_row) * row_bytes
-        yield TargetTensor(part.name, (part.num_rows, columns), tensor, start, is_quantised=True)
+        yield TargetTensor(part.name, (part.num_rows, columns), tensor, start, is_quantized=True)
 
 
-def _entries(tensor: TargetTensor, quantisation: Quantisation) -> Iterator[Entry]:
-    if not tensor.is_quantised:
+def _entries(tensor: TargetTensor, quantization: Quantization) -> Iterator[Entry]:
+    if not tensor.is_quantized:
         yield Entry(tensor.name, tensor.source.dtype, tensor.shape, tensor.end - tensor.start)
         return
-    scales = quantisation.scale_shape(tensor.shape)
+    scales = quantization.scale_shape(tensor.shape)
     yield Entry(tensor.name, FP8_DTYPE, tensor.shape, prod(tensor.shape))
-    yield Entry(quantisation.scale_name(tensor.name), "F32", scales, 4 * prod(scales))
+    yield Entry(quantization.scale_name(tensor.name), "F32", scales, 4 * prod(scales))
 
 
 def _module(tensor: TargetTensor) -> str:

@@ -125,12 +125,12 @@ def is_weight_file(file: Path) -> bool:
     return file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json")
 
 
-def is_quantised(directory: Path) -> bool:
+def is_quantized(directory: Path) -> bool:
     """Return whether the weights are stored quantized."""
     return read_model_config(directory).get("quantization_config") is not None
 
 
-def quantisation_method(directory: Path) -> str | None:
+def quantization_method(directory: Path) -> str | None:
     """Return `quant_method` in config.json, or `unknown` if it does not state one; None if the weights are not quantized."""
     given = read_model_config(directory).get("quantization_config")
     return str(given.get("quant_method") or "unknown") if isinstance(given, dict) else None
@@ -138,7 +138,7 @@ def quantisation_method(directory: Path) -> str | None:
 
 def is_trainable(directory: Path) -> bool:
     """Return whether a trainer can load the weights: they are not quantized, or quantized in MXFP4."""
-    return quantisation_method(directory) in (None, MXFP4)
+    return quantization_method(directory) in (None, MXFP4)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from xxhash import xxh3_128
 
 from fuligo.formats.engine_keys import NO_KEYS, EngineKeys
 from fuligo.formats.host_copies import batches, host_copies
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.quantization import EngineQuantization
 from fuligo.formats.stored_experts import StoredExperts
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EngineFormat:
 
     left_out: tuple[str, ...] = ()
     """Name prefixes of tensors that engines do not use."""
-    quantisation: EngineQuantisation | None = None
+    quantization: EngineQuantization | None = None
     """Quantization of the engines' checkpoint; None if it is not quantized."""
     experts: StoredExperts = StoredExperts.APART
     """Layout of routed experts in the engines."""

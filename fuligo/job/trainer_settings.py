@@ -134,7 +134,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         shares_device=device == "cuda" and (config.cluster.colocate or config.engine_capabilities.beside_trainer),
         stays_on_device=config.trainer_stays,
         precision=resolve_precision(config.model.precision, device),
-        sync_dtype=None if engine_format.quantisation is not None else backend.weight_dtype(config, device),
+        sync_dtype=None if engine_format.quantization is not None else backend.weight_dtype(config, device),
         engine_format=engine_format,
         num_ranks=config.num_train_gpus,
         seed=train.seed,

@@ -10,7 +10,7 @@ TIMEOUT_S = 20.0
 GPU_QUERY = ("--query-gpu=index,name,memory.total,driver_version,memory.used", "--format=csv,noheader,nounits")
 LINKS_QUERY = ("topo", "-m")
 PEERS_QUERY = ("topo", "-p2p", "r")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 GIB = 1024**3
 IDLE_BYTES = 2 * GIB
 """Memory in use up to which a GPU counts as free: a display and the contexts of idle processes need some."""
@@ -79,7 +79,7 @@ def parse_devices(text: str) -> tuple[Gpu, ...]:
 
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...]:
     """Parse the rows and columns GPU0 .. GPUn-1 of a topology matrix; return an empty matrix if the text has none."""
-    rows = [_COLOURS.sub("", line).split() for line in text.splitlines()]
+    rows = [_COLORS.sub("", line).split() for line in text.splitlines()]
     gpus = [row for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and not re.fullmatch(r"GPU\d+", row[1])]
     return tuple(tuple(row[1 : len(gpus) + 1]) for row in gpus)
 

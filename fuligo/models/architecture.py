@@ -47,7 +47,7 @@ class Part:
     kind: PartKind
     num_parameters: int
     split: Split
-    quantisable: bool
+    quantizable: bool
     """True if it is stored in FP8 in a block-quantized checkpoint (norms, embeddings, heads, routers, `eh_proj` are not)."""
     is_matmul: bool = True
     """True if each parameter costs two FLOPs per token in the forward pass (norms and the embedding lookup do not)."""
@@ -262,7 +262,7 @@ class Architecture:
     head: Part | None
     """Output layer; None where it is tied to the embedding."""
     final_norm: Part
-    is_quantised: bool
+    is_quantized: bool
     """True if the checkpoint's matrices are quantized. FP8 is assumed for every quantization_config in config.json but MXFP4."""
     sparse_index: SparseIndex | None = None
     """Indexer of sparse attention (DSA); None without one."""

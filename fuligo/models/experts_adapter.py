@@ -80,7 +80,7 @@ def adapted_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
 
 
 class StoredMatrices(Protocol):
-    """Matrices of all experts of a layer that are not held as a tensor, such as `quantised_linear.QuantisedWeight`."""
+    """Matrices of all experts of a layer that are not held as a tensor, such as `quantized_linear.QuantizedWeight`."""
 
     def product(self, rows: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Multiply rows [S, inputs], sorted by expert, by their expert's matrix; `ends` [E] int32 is the end of each expert's rows."""

@@ -31,7 +31,7 @@ def find_architectures(config: Config) -> tuple[Architecture, Architecture]:
             )
         return architecture, architecture
     values = overridden(trained.values, config) if config.model.override_model_config else trained.values
-    trainer = replace(architecture_of(values, trained.source), is_quantised=False, is_mxfp4=False)
+    trainer = replace(architecture_of(values, trained.source), is_quantized=False, is_mxfp4=False)
     return trainer, architecture_of(served.values, served.source)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fuligo.errors import CheckpointError
 from fuligo.formats.checkpoint_files import checkpoint_weights
 from fuligo.formats.hf_tensors import HuggingFaceTensors
-from fuligo.formats.hugging_face import MTP_PREFIX, is_quantised, read_config_json
+from fuligo.formats.hugging_face import MTP_PREFIX, is_quantized, read_config_json
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.adapter import empty_model
 from fuligo.models.registry import has_mtp_module
@@ -98,7 +98,7 @@ def stored_mtp(*directories: Path) -> dict[str, Tensor]:
     """Return the MTP tensors, by name, of the first of these directories that has any; quantized directories are skipped."""
     for directory in directories:
         has_weights = any(directory.glob("*.safetensors"))
-        if not has_weights or is_quantised(directory) or not has_mtp_module(read_config_json(directory)):
+        if not has_weights or is_quantized(directory) or not has_mtp_module(read_config_json(directory)):
             continue
         files = HuggingFaceTensors(directory)
         if names := [name for name in files.shapes if name.startswith(MTP_PREFIX)]:

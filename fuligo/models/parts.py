@@ -22,14 +22,14 @@ from fuligo.models.config_json import ConfigJson
 Parts = tuple[Part, ...]
 
 
-def matrix(kind: PartKind, num_parameters: int, split: Split, quantisable: bool = True) -> Part:
+def matrix(kind: PartKind, num_parameters: int, split: Split, quantizable: bool = True) -> Part:
     """Return a part that consists of weight matrices, with which hidden states are multiplied."""
-    return Part(kind, num_parameters, split, quantisable)
+    return Part(kind, num_parameters, split, quantizable)
 
 
 def vector(kind: PartKind, num_parameters: int, split: Split = Split.REPLICATED) -> Part:
     """Return a part that consists of biases or norm weights: never quantized, no matrix product."""
-    return Part(kind, num_parameters, split, quantisable=False, is_matmul=False)
+    return Part(kind, num_parameters, split, quantizable=False, is_matmul=False)
 
 
 def norms(num_parameters: int) -> Part:
@@ -168,7 +168,7 @@ def expert_mlp_parts(experts: Experts, hidden_size: int) -> Parts:
     """Return the router, the routed experts and, if any, the shared expert (one MLP as wide as all shared experts)."""
     expert = 3 * hidden_size * experts.intermediate_size
     parts = (
-        matrix(PartKind.ROUTER, experts.num_experts * hidden_size, Split.REPLICATED, quantisable=False),
+        matrix(PartKind.ROUTER, experts.num_experts * hidden_size, Split.REPLICATED, quantizable=False),
         matrix(PartKind.ROUTED_EXPERTS, experts.num_experts * expert, Split.EXPERT),
     )
     if not experts.num_shared_experts:
@@ -191,7 +191,7 @@ def mtp_layer(layer: Layer, hidden_size: int) -> Layer:
 
     It adds norms of its two inputs, the projection that joins them, and the norm before the head.
     """
-    projection = matrix(PartKind.MTP_PROJECTION, 2 * hidden_size * hidden_size, Split.TENSOR, quantisable=False)
+    projection = matrix(PartKind.MTP_PROJECTION, 2 * hidden_size * hidden_size, Split.TENSOR, quantizable=False)
     return replace(layer, parts=(*layer.parts, projection, norms(3 * hidden_size)))
 
 
@@ -224,10 +224,10 @@ def assemble(
         experts=experts,
         layers=layers,
         mtp_layers=tuple(mtp_layers),
-        embedding=Part(PartKind.EMBEDDING, vocab_size * hidden_size, Split.TENSOR, quantisable=False, is_matmul=False),
-        head=None if tied else matrix(PartKind.HEAD, vocab_size * hidden_size, Split.TENSOR, quantisable=False),
+        embedding=Part(PartKind.EMBEDDING, vocab_size * hidden_size, Split.TENSOR, quantizable=False, is_matmul=False),
+        head=None if tied else matrix(PartKind.HEAD, vocab_size * hidden_size, Split.TENSOR, quantizable=False),
         final_norm=norms(hidden_size),
-        is_quantised=config.values.get("quantization_config") is not None,
+        is_quantized=config.values.get("quantization_config") is not None,
         linear_attention=linear_attention,
     )
 

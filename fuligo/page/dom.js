@@ -50,7 +50,7 @@ const table = (attributes, titles, rows, isNumber) => element("table", attribute
 const numberCell = (text) => element("td.number", text);
 const rowTitle = (...children) => element("th", { scope: "row" }, ...children);
 
-const swatch = (colour) => element("span.swatch", colour);
+const swatch = (color) => element("span.swatch", color);
 
 function cards(list) {
   return element(

@@ -38,7 +38,7 @@ def gpu_hours(step_s: float, config: Config) -> str:
 def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[str] = ()) -> None:
     """Print the report of a plan, and the notes of the command-line parser."""
     width = min(console.width, _MAX_WIDTH) - 2
-    coloured = console.is_terminal and not console.no_color
+    colored = console.is_terminal and not console.no_color
     console.print(_headline(plan))
     if plan.layout is not None:
         _section(console, "Where", [*_trainer(plan.layout), *_engines(plan.layout, plan.capacities), *_disk(plan.disk)])
@@ -47,9 +47,9 @@ def print_report(plan: Plan, config: Config, console: Console, notes: Sequence[s
         lines = [Text.assemble((each, "green"), f"  {choice.reason}") for each, choice in zip(options, plan.choices)]
         _section(console, "Chosen for flags that are not given", lines)
     if plan.memory:
-        _section(console, "Memory", _memory(plan.memory, width, coloured))
+        _section(console, "Memory", _memory(plan.memory, width, colored))
     if plan.phases:
-        _section(console, f"One step, about {seconds(plan.step_s)}{gpu_hours(plan.step_s, config)}", _step(plan, width, coloured))
+        _section(console, f"One step, about {seconds(plan.step_s)}{gpu_hours(plan.step_s, config)}", _step(plan, width, colored))
     if plan.findings or notes:
         _section(console, "Findings", [*_findings(plan.findings, config), *(Text(f"note: {note}") for note in notes)])
     if plan.suggestions:
@@ -91,16 +91,16 @@ def _trainer(layout: ClusterLayout) -> Iterator[Text]:
     etp = layout.etp if layout.ep > 1 or layout.etp != layout.tp else 1
     sizes = _sizes(TP=layout.tp, CP=layout.cp, PP=layout.pp, DP=layout.dp, EP=layout.ep, ETP=etp)
     nodes = ranges(gpu.node for gpu in gpus)
-    yield _labelled("trainer", f"{count(len(gpus), 'GPU')}, {_plural(nodes, 'node')} {nodes}{sizes}")
+    yield _labeled("trainer", f"{count(len(gpus), 'GPU')}, {_plural(nodes, 'node')} {nodes}{sizes}")
     if layout.pp > 1:
         by_rank = [
             list(chunks)
             for _, chunks in groupby(sorted(layout.stages, key=lambda s: (s.pipeline_rank, s.virtual_rank)), lambda s: s.pipeline_rank)
         ]
-        yield _labelled("stages", "layers " + " | ".join("+".join(str(stage.num_layers) for stage in chunks) for chunks in by_rank))
+        yield _labeled("stages", "layers " + " | ".join("+".join(str(stage.num_layers) for stage in chunks) for chunks in by_rank))
         if any(stage.index_layers for stage in layout.stages):
             counts = " | ".join(str(sum(len(stage.index_layers) for stage in chunks)) for chunks in by_rank)
-            yield _labelled("", f"layers with their own sparse index: {counts}")
+            yield _labeled("", f"layers with their own sparse index: {counts}")
 
 
 def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Iterator[Text]:
@@ -114,13 +114,13 @@ def _engines(layout: ClusterLayout, capacities: Sequence[EngineCapacity]) -> Ite
             sizes = _sizes(TP=group.tp, PP=group.pp, DP=group.dp, EP=group.ep)
             engines = f"{count(group.num_engines, f'{group.worker_type} engine')}{model} x {count(group.num_gpus_per_engine, 'GPU')}"
             text = f"{engines}, {_plural(nodes, 'node')} {nodes}{sizes}"
-        yield _labelled("engines" if index == 0 else "", text)
+        yield _labeled("engines" if index == 0 else "", text)
         found = [capacity for capacity in capacities if capacity.group == index]
         for capacity in found:
             held = f"each holds {magnitude(capacity.kv_cache_tokens)} tokens of KV cache"
-            yield _labelled("", f"{held}: {magnitude(capacity.concurrent_sequences)} of the longest sequences at a time")
+            yield _labeled("", f"{held}: {magnitude(capacity.concurrent_sequences)} of the longest sequences at a time")
         if not found and group.worker_type != "placeholder":
-            yield _labelled("", "memory and time not estimated: no config.json of this model on this machine")
+            yield _labeled("", "memory and time not estimated: no config.json of this model on this machine")
 
 
 def _sizes(**sizes: int) -> str:
@@ -132,7 +132,7 @@ def _plural(listed: str, noun: str) -> str:
     return noun if listed.isdigit() else f"{noun}s"
 
 
-def _labelled(label: str, text: str) -> Text:
+def _labeled(label: str, text: str) -> Text:
     return Text.assemble((f"{label:<9}", "bright_black"), text)
 
 
@@ -141,12 +141,12 @@ def _disk(disk: Disk | None) -> Iterator[Text]:
         return
     kinds = (("checkpoint", disk.num_checkpoints, disk.checkpoint_bytes), ("export", disk.num_exports, disk.export_bytes))
     parts = [f"{f'{noun}s' if number is None else count(number, noun)} of {amount(size)}" for noun, number, size in kinds if number != 0]
-    yield _labelled("disk", f"at most {' and '.join(parts)}: {amount(disk.used_bytes)}" if disk.is_known else " and ".join(parts))
+    yield _labeled("disk", f"at most {' and '.join(parts)}: {amount(disk.used_bytes)}" if disk.is_known else " and ".join(parts))
 
 
-def _memory(bars: Sequence[MemoryBar], width: int, coloured: bool) -> Iterator[Text]:
+def _memory(bars: Sequence[MemoryBar], width: int, colored: bool) -> Iterator[Text]:
     bars = _merge_equal_stages([bar for bar in bars if _is_gpu(bar) or _SHOWN_SHARE * bar.capacity_bytes <= bar.used_bytes])
-    palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), coloured=coloured)
+    palette = Palette((item.name for bar in bars for item in bar.items if item.num_bytes), colored=colored)
     labels = [f"{bar.owner}, {count(bar.num_gpus, 'GPU')}" if _is_gpu(bar) else f"{bar.owner}, fullest node" for bar in bars]
     figures = []
     for bar in bars:
@@ -183,8 +183,8 @@ def _merge_equal_stages(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
     return merged
 
 
-def _step(plan: Plan, width: int, coloured: bool) -> Iterator[Text]:
-    palette = Palette((phase.lane for phase in plan.phases), coloured=coloured)
+def _step(plan: Plan, width: int, colored: bool) -> Iterator[Text]:
+    palette = Palette((phase.lane for phase in plan.phases), colored=colored)
     label_width = max(len(f"{phase.lane} {phase.name}") for phase in plan.phases) + 1
     bar_width = max(width - label_width - 16, _MIN_BAR)
     end = max(phase.start_s + phase.duration_s for phase in plan.phases) or 1.0
@@ -246,21 +246,21 @@ _KNOWN = {
     "teacher": ("T", "bright_blue"),
 }
 """Letter and color of common memory parts and of the lanes of a step."""
-_OTHER_COLOURS = ("bright_white", "bright_blue")
+_OTHER_COLORS = ("bright_white", "bright_blue")
 _BLOCK = "█"
 
 
 class Palette:
     """Letter and color of each name."""
 
-    def __init__(self, names: Iterable[str], *, coloured: bool) -> None:
+    def __init__(self, names: Iterable[str], *, colored: bool) -> None:
         """Assign letters and colors; without color, bars consist of letters."""
-        self._coloured = coloured
+        self._colored = colored
         self._letters: dict[str, str] = {}
         self._styles: dict[str, str] = {}
         names = dict.fromkeys(names)
         taken = {_KNOWN[name][0] for name in names if name in _KNOWN}
-        others = iter(_OTHER_COLOURS * len(names))
+        others = iter(_OTHER_COLORS * len(names))
         for name in names:
             if name in _KNOWN:
                 self._letters[name], self._styles[name] = _KNOWN[name]
@@ -271,7 +271,7 @@ class Palette:
 
     def run(self, name: str, length: int) -> Text:
         """Return `length` characters of one part."""
-        return Text((_BLOCK if self._coloured else self._letters[name]) * length, self._styles[name])
+        return Text((_BLOCK if self._colored else self._letters[name]) * length, self._styles[name])
 
     def legend(self, width: int) -> Iterator[Text]:
         """Yield the lines of the legend, such as `w weights  g gradients`, in the order of the names."""

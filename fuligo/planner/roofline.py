@@ -115,6 +115,6 @@ def _weight_sync(subject: Subject) -> Phase:
     else:
         architecture = subject.rollout_architecture
         parts = [part for layer in architecture.layers for part in layer.parts] + list(architecture.outer_parts)
-        num_bytes = sum(part.num_parameters * (1 if architecture.is_quantised and part.quantisable else 2) for part in parts)
+        num_bytes = sum(part.num_parameters * (1 if architecture.is_quantized and part.quantizable else 2) for part in parts)
         note = f"{num_bytes / 1e9:.0f} GB, sent in full to each GPU of an engine, at {speed / 1e9:.0f} GB/s"
     return Phase("sync", "trainer", 0.0, num_bytes / speed, 0.0, note)

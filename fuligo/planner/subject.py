@@ -147,5 +147,5 @@ def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (
 
 def value_architecture(policy: Architecture) -> Architecture:
     """Return the shapes of a policy's value model: an output layer of one row, not tied to the embedding, and no MTP layers."""
-    head = Part(PartKind.HEAD, policy.hidden_size, Split.REPLICATED, quantisable=False)
+    head = Part(PartKind.HEAD, policy.hidden_size, Split.REPLICATED, quantizable=False)
     return replace(policy, head=head, tied_embeddings=False, mtp_layers=())

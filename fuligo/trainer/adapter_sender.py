@@ -103,7 +103,7 @@ def base_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Return a hexadecimal digest of some values of every base weight. A resume compares it, because an adapter fits only its base.
 
     Args:
-        weights: names and tensors as loaded, before any quantization, which `QuantisedBase` records.
+        weights: names and tensors as loaded, before any quantization, which `QuantizedBase` records.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in weights:

@@ -15,7 +15,7 @@ from fuligo.engines.host import own_address
 from fuligo.errors import EngineError
 from fuligo.formats.buckets import Bucket, Changes, Counted, NamedTensors, cut_into_buckets, send_each
 from fuligo.formats.checkpoint_files import checkpoint_weights
-from fuligo.formats.fp8 import quantised_weights
+from fuligo.formats.fp8 import quantized_weights
 from fuligo.formats.payload import shared_payload
 from fuligo.formats.private import filling
 from fuligo.formats.weight_manifest import AS_CHECKPOINT, EngineAddress, EngineFormat, Undelivered, WeightManifest, WeightTarget
@@ -60,8 +60,8 @@ class WeightSender:
             return None
         counted = Counted(with_checksum=target.with_checksum and self._ranks.rank == 0)
         used = ((name, weight) for name, weight in named_weights if not name.startswith(self._format.left_out))
-        quantisation, experts = self._format.quantisation, self._format.experts
-        as_stored = checkpoint_weights(used, experts) if quantisation is None else quantised_weights(used, quantisation, experts)
+        quantization, experts = self._format.quantization, self._format.experts
+        as_stored = checkpoint_weights(used, experts) if quantization is None else quantized_weights(used, quantization, experts)
         weights = counted.observe(as_stored)
         if target.changes_only:
             if self._receivers != target.engines:  # new engines have no weights yet

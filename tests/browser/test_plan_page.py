@@ -35,7 +35,7 @@ def gpu(page: Page, index: int):
     return page.locator(f'[data-index="{index}"]')
 
 
-def colour_by(page: Page, dimension: str) -> None:
+def color_by(page: Page, dimension: str) -> None:
     page.locator(f"input[value={dimension}] + span").click()
 
 
@@ -91,7 +91,7 @@ PEERS = {
 def test_pointing_at_a_gpu_shows_its_peers_in_the_chosen_dimension(open_plan: OpenPlan):
     page = open_plan(plan_of_256())
     for dimension, peers in PEERS.items():
-        colour_by(page, dimension)
+        color_by(page, dimension)
         gpu(page, 41).hover()
         assert with_class(page, "peer") == peers, dimension
         assert with_class(page, "dim") == set(range(256)) - peers, dimension
@@ -100,12 +100,12 @@ def test_pointing_at_a_gpu_shows_its_peers_in_the_chosen_dimension(open_plan: Op
         assert with_class(page, "dim") == set()
 
 
-def test_the_switch_changes_colours(open_plan: OpenPlan):
+def test_the_switch_changes_colors(open_plan: OpenPlan):
     page = open_plan(plan_of_256())
     fill = "index => getComputedStyle(document.querySelector(`[data-index='${index}'] .face`)).fill"
     by_role = [page.evaluate(fill, index) for index in (0, 1, 64)]
     assert by_role[0] == by_role[1]
-    colour_by(page, "tp")
+    color_by(page, "tp")
     by_tp = [page.evaluate(fill, index) for index in range(5)]
     assert len(set(by_tp)) == 4
     assert by_tp[0] == by_tp[4], "rank 4 is the first of the next tensor-parallel group"

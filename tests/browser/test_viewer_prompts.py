@@ -161,7 +161,7 @@ def test_datasets_judge_the_same_prompt_by_their_own_rewards(serve: Serve, open_
 
 
 def test_template_and_tools_are_grey_and_named(serve: Serve, open_page: OpenPage, turns: Path) -> None:
-    page = open_page(serve([turns]) + "#samples?sample=0.0&colour=engine_logprobs")
+    page = open_page(serve([turns]) + "#samples?sample=0.0&color=engine_logprobs")
     template = page.locator(".message.template")
     expect(template).to_have_count(2)
     expect(template.first).to_contain_text("<|im_start|>user")

@@ -46,7 +46,7 @@ def test_samples_of_evaluations(open_view: OpenPage) -> None:
 
 
 def test_filter_by_engine(open_view: OpenPage) -> None:
-    page = open_view("samples?sample=9.12&colour=engines")
+    page = open_view("samples?sample=9.12&color=engines")
     page.get_by_role("combobox", name="Engine").select_option("1")
     found(page, NUM_SAMPLES // 2)
     expect(page.locator(".token-legend")).to_contain_text("engine 1: ")
@@ -134,24 +134,24 @@ def test_tokens_show_values_of_engine_and_trainer(open_view: OpenPage) -> None:
 
 
 @pytest.mark.parametrize(
-    "colour",
+    "color",
     ["diff", "engine_logprobs", "trainer_logprobs", "entropy", "advantages", "values", "teacher", "mask", "versions", "engines"],
 )
-def test_tokens_are_coloured(open_view: OpenPage, colour: str) -> None:
-    page = open_view(f"samples?sample=9.12&colour={colour}")
-    page.locator(f'.tokens[data-colour="{colour}"]').wait_for()
+def test_tokens_are_colored(open_view: OpenPage, color: str) -> None:
+    page = open_view(f"samples?sample=9.12&color={color}")
+    page.locator(f'.tokens[data-color="{color}"]').wait_for()
     background = "token => getComputedStyle(token).backgroundColor"
-    colours = page.locator(".token").evaluate_all(f"tokens => tokens.map({background})")
-    graded = len(colours) - 1  # the two strongest have full color
+    colors = page.locator(".token").evaluate_all(f"tokens => tokens.map({background})")
+    graded = len(colors) - 1  # the two strongest have full color
     # The first token is gray, because it is not trained on; the values of the others are equal.
-    assert len(set(colours)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "versions": 1, "engines": 1}.get(colour, 2)
-    assert page.locator(".token.given").count() == (0 if colour in ("mask", "versions", "engines") else 1)
+    assert len(set(colors)) == {"engine_logprobs": graded, "trainer_logprobs": graded, "versions": 1, "engines": 1}.get(color, 2)
+    assert page.locator(".token.given").count() == (0 if color in ("mask", "versions", "engines") else 1)
 
 
-def test_the_selected_colour_is_in_the_link(open_view: OpenPage) -> None:
+def test_the_selected_color_is_in_the_link(open_view: OpenPage) -> None:
     page = open_view("samples?sample=9.12")
     page.get_by_text("Entropy", exact=True).click()
-    assert "colour=entropy" in page.url
+    assert "color=entropy" in page.url
 
 
 def test_the_group_side_by_side(open_view: OpenPage) -> None:

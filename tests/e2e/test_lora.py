@@ -103,7 +103,7 @@ def test_a_merged_sync_measures_its_rounding(job: Job, tmp_path: Path) -> None:
     assert 0 < record["train/lora_merged_share"] <= 1
 
 
-# test_quantised_base.py merges into a quantized base, too
+# test_quantized_base.py merges into a quantized base, too
 @pytest.mark.parametrize("sync", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
 def test_a_quantized_base_is_sampled_from_as_it_is_trained(job: Job, prompts: Path, tmp_path: Path, sync: str) -> None:
     """QLoRA: each sync is proven, a resume repeats the run, and the checkpoint is evaluated and merged with the same base."""

@@ -16,7 +16,7 @@ from tests.e2e.warm_children import same_for_imports
 from tests.e2e.warm_start import WarmStart
 
 
-def test_descendants_and_neighbours_may_have_names_of_any_bytes(tmp_path: Path) -> None:
+def test_descendants_and_neighbors_may_have_names_of_any_bytes(tmp_path: Path) -> None:
     program = os.fsencode(tmp_path) + b"/\xff\xfe"
     os.symlink("/bin/sleep", program)  # noqa: PTH211
     with subprocess.Popen([program, "600"]) as process:

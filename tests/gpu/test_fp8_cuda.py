@@ -7,8 +7,8 @@ import torch
 
 from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
-from fuligo.formats.fp8 import quantise
-from fuligo.formats.quantisation import Quantisation
+from fuligo.formats.fp8 import quantize
+from fuligo.formats.quantization import Quantization
 from tests.e2e.records import metrics
 from tests.fp8 import save_family
 from tests.gpu.sglang_runs import PYTHON
@@ -16,10 +16,10 @@ from tests.gpu.test_sglang_cuda import train
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("quantisation", [Quantisation("block", (128, 128)), Quantisation("channel"), Quantisation("tensor")], ids=str)
-def test_the_bytes_are_those_of_a_cpu(quantisation: Quantisation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("quantization", [Quantization("block", (128, 128)), Quantization("channel"), Quantization("tensor")], ids=str)
+def test_the_bytes_are_those_of_a_cpu(quantization: Quantization, dtype: torch.dtype) -> None:
     weight = (torch.randn(1000, 700) * torch.logspace(-6, 2, 1000)[:, None]).to(dtype)
-    here, there = quantise(weight, quantisation), quantise(weight.cuda(), quantisation)
+    here, there = quantize(weight, quantization), quantize(weight.cuda(), quantization)
     for cpu, cuda in zip(here, there, strict=True):
         assert torch.equal(cpu.view(torch.uint8), cuda.cpu().view(torch.uint8))
 

@@ -180,7 +180,7 @@ def test_logprobs_are_those_of_transformers(pool: RankPool, reference: Reference
     assert_logprobs(pool, reference.without_prediction, LAYOUTS[layout], oracle=reference.without_prediction)
 
 
-def test_indexers_rotate_neighbours_where_config_json_says_so(pool: RankPool, reference: Reference, tmp_path: Path) -> None:
+def test_indexers_rotate_neighbors_where_config_json_says_so(pool: RankPool, reference: Reference, tmp_path: Path) -> None:
     """SGLang does. transformers does not, but computes the same if the weights of each pair's two elements are adjacent."""
     directory = shutil.copytree(reference.without_prediction, tmp_path / "interleaved")
     config = read_config_json(directory) | {"indexer_rope_interleave": True}

@@ -72,7 +72,7 @@ def test_leftovers_that_everyone_has_are_no_fault(checkpoint: Path):
     read(checkpoint)
 
 
-def test_quantised_weights_are_refused(checkpoint: Path):
+def test_quantized_weights_are_refused(checkpoint: Path):
     config = json.loads((checkpoint / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="use the checkpoint in bf16"):

@@ -99,12 +99,12 @@ def main(directories: list[str]) -> None:
         config = ModelConfig.from_server_args(args)
         initialize_dp_attention(server_args=args, model_config=config)
         model_class, _ = get_model_architecture(config)
-        quantisation = get_quant_config(config, LoadConfig(), getattr(model_class, "packed_modules_mapping", {}))
+        quantization = get_quant_config(config, LoadConfig(), getattr(model_class, "packed_modules_mapping", {}))
         torch.set_default_dtype(torch.bfloat16)
-        model = _initialize_model(config, LoadConfig(), quantisation)
+        model = _initialize_model(config, LoadConfig(), quantization)
         torch.set_default_dtype(torch.float32)
         loads = [load(model, directory) for directory in (served, following)]
-        print(json.dumps({"class": model_class.__name__, "quantisation": config.quantization, "loads": loads}), flush=True)
+        print(json.dumps({"class": model_class.__name__, "quantization": config.quantization, "loads": loads}), flush=True)
 
 
 if __name__ == "__main__":

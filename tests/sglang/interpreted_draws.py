@@ -32,7 +32,7 @@ def check_logprobs() -> None:
 
 
 def check_distribution() -> None:
-    """Compare frequencies with the softmax, and draws of neighbouring rows with those of independent ones."""
+    """Compare frequencies with the softmax, and draws of neighboring rows with those of independent ones."""
     logits = torch.tensor([3.0, 1.0, 0.0, -torch.inf, 2.0, -1.0]).repeat(ROWS, 1)
     temperature = 1.5
     wanted = (logits[0] / temperature).softmax(0)

@@ -47,7 +47,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], di
 def test_sglang_loads_it(case: tuple[str, str], loaded: dict[tuple[str, str], dict]):
     found = loaded[case]
     assert found["class"] == CASES[case]
-    assert found["quantisation"] == ("fp8" if case[1] == "block" else "compressed-tensors")
+    assert found["quantization"] == ("fp8" if case[1] == "block" else "compressed-tensors")
     for load in found["loads"]:
         assert load["unset"] == [] and load["values"] and load["scales"]
 

@@ -118,7 +118,7 @@ TABLE: tuple[Rule[Config, Change], ...] = (
     simple_rule("CFG-LORA-BASE", "--lora-base-precision --train-backend",
         "Reject a quantized base with the Megatron trainer, whose parallel layers and checkpoints need floating-point matrices.",
         lambda config: config.lora.lora_base_precision != "full" and _trains_adapter(config)
-        and not config.trainer_capabilities.quantises_base,
+        and not config.trainer_capabilities.quantizes_base,
         lambda config: f"--lora-base-precision {config.lora.lora_base_precision} with the Megatron trainer, whose layers multiply by "
         "floating-point matrices only",
         unset_flag("lora_base_precision"), advice="split the base with --tensor-model-parallel-size, or use --train-backend torch"),

@@ -15,7 +15,7 @@ from fuligo.engines.embedded.linear_attention import keep_states
 from fuligo.errors import ConfigError, EngineError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import prediction_prefixes
-from fuligo.formats.quantised_base import QuantisedBase
+from fuligo.formats.quantized_base import QuantizedBase
 from fuligo.models.adapter import SharedBase, adapter_tensors, add_adapter, with_adapter_of
 from fuligo.models.attention import unpackable_layers
 from fuligo.models.batch_invariant import log_softmax
@@ -23,7 +23,7 @@ from fuligo.models.cpu_products import speed_up_linear_layers
 from fuligo.models.directory import end_ids, has_tokenizer, load_config, load_tokenizer
 from fuligo.models.invariant_modules import InvariantModel
 from fuligo.models.modules import align_weights, speed_up_rms_norms, take_stated_epsilon, take_stated_rotation
-from fuligo.models.quantised_linear import round_base
+from fuligo.models.quantized_linear import round_base
 from fuligo.models.registry import REFUSED, VISION_TYPES, batch_variant_because
 from fuligo.models.transformers_types import (
     LANGUAGE_MODEL_ALONE,
@@ -238,7 +238,7 @@ def _add_adapter(module: Any, source: AdapterSource, dtype: torch.dtype) -> None
         add_adapter(module, source, seed=0)
     else:
         with_adapter_of(module, source)
-        if (base := QuantisedBase.read(source)) is not None:
+        if (base := QuantizedBase.read(source)) is not None:
             round_base(module, base)  # the adapter was trained on these values
     for parameter in adapter_tensors(module).values():
         parameter.data = parameter.data.to(dtype)

@@ -26,7 +26,7 @@ from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.private import private_directory
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.quantization import EngineQuantization
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.layout.adapter import AdapterShape
 from fuligo.layout.slots import engine_gpus, engine_slots, trainer_slots
@@ -112,7 +112,7 @@ class SGLangBackend:
     def engine_format(self, config: Config) -> EngineFormat:
         """Return the checkpoint's quantization and layout of experts, in which the engines load weights."""
         directory = config.hf_checkpoint_path
-        return EngineFormat(quantisation=EngineQuantisation.read(directory), experts=experts_in(directory))
+        return EngineFormat(quantization=EngineQuantization.read(directory), experts=experts_in(directory))
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         policy = next((group for group in engine_groups(config) if group.update_weights), None)

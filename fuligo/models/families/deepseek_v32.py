@@ -62,7 +62,7 @@ def _indexer_parts(index: SparseIndex, heads: LatentAttention, config: ConfigJso
     projections = heads.q_lora_rank * index.num_heads * index.head_dim + hidden_size * index.head_dim
     return (
         matrix(PartKind.INDEXER, projections, Split.REPLICATED),
-        matrix(PartKind.INDEXER, hidden_size * index.num_heads, Split.REPLICATED, quantisable=False),
+        matrix(PartKind.INDEXER, hidden_size * index.num_heads, Split.REPLICATED, quantizable=False),
         vector(PartKind.INDEXER, 2 * index.head_dim),
     )
 

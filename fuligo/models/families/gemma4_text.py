@@ -43,7 +43,7 @@ def architecture(config: ConfigJson) -> Architecture:
         mixture = (*expert_mlp_parts(experts, hidden_size), scales)
     heads, input_size = _read_heads(config), config.index("hidden_size_per_layer_input", default=INPUT_SIZE)
     # gate and output projection of a layer's per-layer embeddings
-    gates = (matrix(PartKind.LAYER_INPUT, 2 * hidden_size * input_size, Split.REPLICATED, quantisable=False),) if input_size else ()
+    gates = (matrix(PartKind.LAYER_INPUT, 2 * hidden_size * input_size, Split.REPLICATED, quantizable=False),) if input_size else ()
     first_borrowing = num_layers - config.index("num_kv_shared_layers", default=0)
     window, width = config.count("sliding_window", default=WINDOW), config.count("intermediate_size")
     doubles = config.switch("use_double_wide_mlp", default=False)
@@ -132,8 +132,8 @@ def _layer_inputs(config: ConfigJson, input_size: int, hidden_size: int, num_lay
         return ()
     rows, width = config.count("vocab_size_per_layer_input", default=INPUT_VOCABULARY), num_layers * input_size
     return (
-        Part(PartKind.EMBEDDING, rows * width, Split.REPLICATED, quantisable=False, is_matmul=False),
-        matrix(PartKind.LAYER_INPUT, hidden_size * width, Split.REPLICATED, quantisable=False),
+        Part(PartKind.EMBEDDING, rows * width, Split.REPLICATED, quantizable=False, is_matmul=False),
+        matrix(PartKind.LAYER_INPUT, hidden_size * width, Split.REPLICATED, quantizable=False),
         norms(input_size),
     )
 

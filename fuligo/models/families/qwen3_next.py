@@ -62,7 +62,7 @@ def hybrid_architecture(
         mixture = (
             *expert_mlp_parts(experts, hidden_size),
             matrix(PartKind.SHARED_EXPERT, 3 * hidden_size * shared_size, Split.TENSOR),
-            matrix(PartKind.SHARED_EXPERT, hidden_size, Split.REPLICATED, quantisable=False),  # the gate
+            matrix(PartKind.SHARED_EXPERT, hidden_size, Split.REPLICATED, quantizable=False),  # the gate
         )
         num_shared = ceil(shared_size / experts.intermediate_size)
         experts = replace(experts, num_shared_experts=num_shared, has_shared_gate=True, has_softmax_router=True)

@@ -17,7 +17,7 @@ from fuligo.observability.viewer.sample_index import SampleIndex
 from fuligo.observability.viewer.sample_query import TextSearch
 from fuligo.observability.viewer.sample_rows import UNREADABLE
 from fuligo.observability.viewer.settings import Settings, read_settings
-from fuligo.observability.viewer.step_time import NEIGHBOURS, StepTime, step_causes, step_time
+from fuligo.observability.viewer.step_time import NEIGHBORS, StepTime, step_causes, step_time
 from fuligo.observability.viewer.tokens import TokenTexts
 from fuligo.observability.viewer.trace_reader import TraceReader
 
@@ -171,7 +171,7 @@ class RunReader:
             result = []
             for value in self.metrics.steps:
                 step = int(value or 0)
-                near = range(step - NEIGHBOURS, step + NEIGHBOURS + 1)
+                near = range(step - NEIGHBORS, step + NEIGHBORS + 1)
                 num_phases = sum(len(self.trace.by_step[other]) for other in near if other in self.trace.by_step)
                 known = self._causes.get(step)
                 if known is None or known[0] != num_phases:
@@ -180,7 +180,7 @@ class RunReader:
             return result
 
     def step_time(self, step: int) -> StepTime | None:
-        files = {other: path for other in range(step, step + NEIGHBOURS + 1) if (path := self.samples.file(other)) is not None}
+        files = {other: path for other in range(step, step + NEIGHBORS + 1) if (path := self.samples.file(other)) is not None}
         with self.lock:
             return step_time(self.metrics, self.trace, step, files)
 

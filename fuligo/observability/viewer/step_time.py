@@ -19,7 +19,7 @@ NUM_LONGEST = 12
 NUM_POINTS = 240
 """Number of points of the curve of concurrent samples."""
 TRAINER_PHASES = ("score", "train")
-NEIGHBOURS = 2
+NEIGHBORS = 2
 """Number of steps before and after a step whose phases may overlap it, because rollouts run ahead of training."""
 
 
@@ -96,7 +96,7 @@ def step_window(metrics: MetricColumns, trace: TraceReader, step: int) -> Interv
 
 def phases_near(by_step: Mapping[int, Sequence[PhaseEvent]], step: int) -> list[PhaseEvent]:
     """Return the phases that can overlap a step: rollouts run ahead, evaluations follow."""
-    return [phase for near in range(step - NEIGHBOURS, step + NEIGHBOURS + 1) for phase in by_step.get(near, ())]
+    return [phase for near in range(step - NEIGHBORS, step + NEIGHBORS + 1) for phase in by_step.get(near, ())]
 
 
 def step_causes(metrics: MetricColumns, trace: TraceReader, step: int) -> list[Cause]:

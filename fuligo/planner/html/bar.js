@@ -1,7 +1,7 @@
 // Stacked bars of memory, with a line at the capacity.
 
 // Hue and chroma: parts of the model are saturated, overheads are not.
-const ITEM_COLOURS = {
+const ITEM_COLORS = {
   weights: [262, 0.11],
   adapter: [100, 0.11],
   fp8_weights: [268, 0.09],
@@ -32,10 +32,10 @@ const ITEM_COLOURS = {
   trainer: [265, 0.025],
 };
 
-function itemColour(name) {
+function itemColor(name) {
   let hash = 0;
   for (const character of name) hash = (hash * 31 + character.codePointAt(0)) % 360;
-  const [hue, chroma] = Object.hasOwn(ITEM_COLOURS, name) ? ITEM_COLOURS[name] : [hash, 0.07];
+  const [hue, chroma] = Object.hasOwn(ITEM_COLORS, name) ? ITEM_COLORS[name] : [hash, 0.07];
   return { "--hue": hue, "--chroma": chroma };
 }
 
@@ -54,7 +54,7 @@ function memoryBar(bar, scale) {
   const segments = bar.items
     .filter((item) => item.num_bytes > 0)
     .map((item) =>
-      withTooltip(element("span", { class: "segment", "--width": percent(item.num_bytes / scale), ...itemColour(item.name) }), () => [
+      withTooltip(element("span", { class: "segment", "--width": percent(item.num_bytes / scale), ...itemColor(item.name) }), () => [
         `${itemLabel(item.name)}: ${gibibytes(item.num_bytes)}`,
         item.note,
       ]),
@@ -77,4 +77,4 @@ function memoryBar(bar, scale) {
 
 const barScale = (bars) => Math.max(1, ...bars.map((bar) => Math.max(bar.capacity_bytes, bar.used_bytes)));
 
-const legend = (entries) => list("legend", entries.map(([label, colour]) => element("li", {}, swatch(colour), label)));
+const legend = (entries) => list("legend", entries.map(([label, color]) => element("li", {}, swatch(color), label)));

@@ -9,33 +9,33 @@ const ROLE_NAMES = {
 };
 
 // State of the selection; `pinned` is kept when the pointer leaves.
-const state = { colour: "role", peers: null, current: 0, hovered: null, pinned: null, band: null };
+const state = { color: "role", peers: null, current: 0, hovered: null, pinned: null, band: null };
 const drawn = { shape: null, cells: [], path: null, inspected: null };
 
-const colourDimension = () => DIMENSIONS[state.colour] ?? null;
+const colorDimension = () => DIMENSIONS[state.color] ?? null;
 const peersOf = (gpu, dimension) => gpus.filter((other) => other === gpu || dimension.peers(gpu, other));
 
 // By role, highlight a GPU's engine, or its tensor-parallel group if it has no engine.
 function peerDimension(gpu) {
   if (state.peers && DIMENSIONS[state.peers].rank(gpu) !== null) return DIMENSIONS[state.peers];
-  const byColour = colourDimension();
-  if (byColour) return byColour.rank(gpu) === null ? null : byColour;
+  const byColor = colorDimension();
+  if (byColor) return byColor.rank(gpu) === null ? null : byColor;
   return gpu.engine ? DIMENSIONS.engine : gpu.trainer ? DIMENSIONS.tp : null;
 }
 
 function facesOf(gpu) {
-  const dimension = colourDimension();
+  const dimension = colorDimension();
   if (dimension) {
     const rank = dimension.rank(gpu);
-    if (rank === null) return [{ kind: "role-none", colour: {}, label: "" }];
+    if (rank === null) return [{ kind: "role-none", color: {}, label: "" }];
     const label = drawn.shape.cell > 50 ? `${dimension.label} ${rank}` : `${rank}`;
-    return [{ kind: "rank", colour: rankColour(rank, dimension.size), label }];
+    return [{ kind: "rank", color: rankColor(rank, dimension.size), label }];
   }
   const roles = [gpu.trainer && "trainer", workerType(gpu)].filter(Boolean);
   const wide = drawn.shape.cell > 62;
   return (roles.length ? roles : ["none"]).map((role) => ({
     kind: `role-${role}`,
-    colour: {},
+    color: {},
     label: wide ? (ROLE_NAMES[role] ?? role).split(" ")[0] : "",
   }));
 }
@@ -59,24 +59,24 @@ function clusterSection() {
     "cluster",
     "Cluster",
     lead(`${text}. Hover over a GPU, tap it, or use the arrow keys; Enter pins the GPU, Escape unpins it.`),
-    colourSwitch(() => redraw()),
+    colorSwitch(() => redraw()),
     div("cluster", div("cluster-left", key, picture), inspector),
   );
 }
 
-function colourSwitch(changed) {
+function colorSwitch(changed) {
   const dimensions = shownDimensions.map((dimension) => [dimension.key, dimension.label, dimension.name]);
   const options = [["role", "Role", "trainer or engine"], ...dimensions];
-  const choose = (colour) => {
-    Object.assign(state, { colour, peers: null, band: null });
+  const choose = (color) => {
+    Object.assign(state, { color, peers: null, band: null });
     changed();
   };
-  return choice("Color by", "colour", options, state.colour, choose, "switch");
+  return choice("Color by", "color", options, state.color, choose, "switch");
 }
 
 // Legend of the colors; hovering over a rank highlights its GPUs.
 function clusterKey(refresh) {
-  const dimension = colourDimension();
+  const dimension = colorDimension();
   if (!dimension) {
     const rolesOf = (gpu) => [gpu.trainer && "trainer", workerType(gpu), !gpu.trainer && !gpu.engine && "none"].filter(Boolean);
     const roles = [...new Set(gpus.flatMap(rolesOf))];
@@ -88,7 +88,7 @@ function clusterKey(refresh) {
   };
   const bands = Array.from({ length: dimension.size }, (_, rank) => {
     const handlers = { onpointerenter: show(rank), onpointerleave: show(null) };
-    const attributes = { class: "band", title: `${dimension.label} ${rank}`, ...handlers, ...rankColour(rank, dimension.size) };
+    const attributes = { class: "band", title: `${dimension.label} ${rank}`, ...handlers, ...rankColor(rank, dimension.size) };
     return element("span", attributes, dimension.size <= 16 ? rank : "");
   });
   const text = `${dimension.name === "same engine" ? "engines" : `${dimension.name} ranks`} 0 to ${dimension.size - 1}`;
@@ -140,7 +140,7 @@ function drawCluster(picture, refresh) {
 
 function moveByKey(event, pin) {
   const last = gpus.length - 1;
-  const vertical = (direction) => verticalNeighbour(gpus[state.current], direction, drawn.shape).index;
+  const vertical = (direction) => verticalNeighbor(gpus[state.current], direction, drawn.shape).index;
   const targets = {
     ArrowLeft: () => Math.max(0, state.current - 1),
     ArrowRight: () => Math.min(last, state.current + 1),
@@ -164,7 +164,7 @@ function mark(inspector) {
   const gpu = gpus[active ?? state.current];
   const dimension = peerDimension(gpu);
   let group = null;
-  if (state.band !== null) group = new Set(gpus.filter((other) => colourDimension().rank(other) === state.band));
+  if (state.band !== null) group = new Set(gpus.filter((other) => colorDimension().rank(other) === state.band));
   else if (active !== null && dimension) group = new Set(peersOf(gpu, dimension));
   drawn.cells.forEach((cell, index) => {
     cell.classList.toggle("dim", group !== null && !group.has(gpus[index]));

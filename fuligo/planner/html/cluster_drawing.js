@@ -52,7 +52,7 @@ function drawNode(node, shape) {
   );
 }
 
-// `faces`: one or two {colour, label} from top to bottom; a GPU that both sides use has two.
+// `faces`: one or two {color, label} from top to bottom; a GPU that both sides use has two.
 function drawCell(gpu, shape, faces, handlers) {
   const { x, y, width, height } = cellBox(gpu, shape);
   const radius = Math.min(5, width / 4);
@@ -66,7 +66,7 @@ function drawCell(gpu, shape, faces, handlers) {
     svg(
       "g",
       { "clip-path": `url(#${clip})` },
-      faces.map((face, index) => svg("rect", { class: `face ${face.kind}`, x, y: y + index * part, width, height: part, ...face.colour })),
+      faces.map((face, index) => svg("rect", { class: `face ${face.kind}`, x, y: y + index * part, width, height: part, ...face.color })),
     ),
     faces.map((face, index) => {
       const at = { class: "label", x: x + width / 2, y: y + (index + 0.5) * part, "--size": size };
@@ -86,7 +86,7 @@ function drawPath(members, shape) {
 }
 
 // Return the nearest cell above (-1) or below (1) in the same column of cells, or the cell itself if there is none.
-function verticalNeighbour(gpu, direction, shape) {
+function verticalNeighbor(gpu, direction, shape) {
   const from = cellBox(gpu, shape);
   let nearest = gpu;
   let distance = Infinity;

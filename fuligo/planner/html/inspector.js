@@ -13,7 +13,7 @@ function rankChips(gpu, peersOf, highlighted, choose) {
           "aria-pressed": String(highlighted === dimension.key),
           title: `Show the ${count(group.length, "GPU")} of its ${dimension.name === "same engine" ? "engine" : `${dimension.name} group`}`,
           onclick: () => choose(dimension.key),
-          ...rankColour(dimension.rank(gpu), dimension.size),
+          ...rankColor(dimension.rank(gpu), dimension.size),
         },
         span("chip-label", dimension.label),
         bold(dimension.rank(gpu)),
@@ -52,7 +52,7 @@ function memoryBlock(bar, scale) {
   const items = bar.items
     .filter((item) => item.num_bytes > 0)
     .map(({ name, note, num_bytes: size }) =>
-      element("li", { title: note }, swatch(itemColour(name)), element("span", {}, itemLabel(name)), span("number", gibibytes(size))),
+      element("li", { title: note }, swatch(itemColor(name)), element("span", {}, itemLabel(name)), span("number", gibibytes(size))),
     );
   return div("inspector-memory", title, memoryBar(bar, scale), list("items", items));
 }

@@ -8,7 +8,7 @@ function memorySection() {
     "memory",
     "Memory",
     lead("Peak memory of each kind of GPU; the line marks the GPU's capacity."),
-    legend(names.map((name) => [itemLabel(name), itemColour(name)])),
+    legend(names.map((name) => [itemLabel(name), itemColor(name)])),
     div("memory-bars", plan.memory.map((bar) => memoryRow(bar, isGpuBar(bar) ? scale : barScale([bar])))),
     capacities(),
     element("details", {}, element("summary", {}, "Numbers and their derivation"), memoryTable()),

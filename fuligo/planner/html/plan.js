@@ -58,7 +58,7 @@ const layersOf = (stage) => Array.from({ length: stage.num_layers }, (_, offset)
 const isGpuBar = (bar) => bar.pipeline_rank !== null || bar.engine_group !== null;
 
 // Hues run from blue towards red at equal lightness. Few ranks use a part of the range; many also alternate in lightness (--odd).
-function rankColour(rank, size) {
+function rankColor(rank, size) {
   const range = Math.min(250, 85 * (size - 1));
   const hue = size <= 1 ? 265 : (625 - (range * rank) / (size - 1)) % 360;
   return { "--hue": hue.toFixed(1), "--odd": size > 8 ? rank % 2 : 0 };

@@ -25,7 +25,7 @@ function stageRow(rank, numStages) {
   const numLayers = chunks.reduce((sum, chunk) => sum + chunk.num_layers, 0);
   return element(
     "div",
-    { class: "stage", ...rankColour(rank, numStages) },
+    { class: "stage", ...rankColor(rank, numStages) },
     div("stage-label", bold(`Stage ${rank}`), element("span", {}, `${count(numLayers, "layer")} · ${count(numGpus, "GPU")}`)),
     div("chunks", chunks.map(chunkOfLayers)),
   );

@@ -10,7 +10,7 @@ const PHASE_HUES = {
   offload: 320,
   onload: 320,
 };
-const phaseColour = (name) => ({ "--hue": PHASE_HUES[name] ?? itemColour(name)["--hue"], "--chroma": 0.1 });
+const phaseColor = (name) => ({ "--hue": PHASE_HUES[name] ?? itemColor(name)["--hue"], "--chroma": 0.1 });
 
 function stepSection() {
   const { phases, duration_s: duration } = plan.step;
@@ -36,7 +36,7 @@ const phaseBox = (phase, end) =>
   withTooltip(
     element(
       "div",
-      { class: "phase", "--left": percent(phase.start_s / end), "--width": percent(phase.duration_s / end), ...phaseColour(phase.name) },
+      { class: "phase", "--left": percent(phase.start_s / end), "--width": percent(phase.duration_s / end), ...phaseColor(phase.name) },
       phase.duration_s / end > 0.07 ? element("span", {}, spoken(phase.name)) : null,
     ),
     () => [`${spoken(phase.name)}: ${seconds(phase.duration_s)}`, phase.note],
@@ -66,7 +66,7 @@ const phaseTable = (phases, end) =>
     {},
     ["Phase", "On", "Time", "Share", "Work", "Based on"],
     phases.map((phase) => [
-      rowTitle(swatch(phaseColour(phase.name)), spoken(phase.name)),
+      rowTitle(swatch(phaseColor(phase.name)), spoken(phase.name)),
       element("td", {}, phase.lane),
       numberCell(seconds(phase.duration_s)),
       numberCell(`${((100 * phase.duration_s) / end).toFixed(0)}%`),

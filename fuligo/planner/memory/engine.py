@@ -217,7 +217,7 @@ def engine_resident_items(spec: EngineGroupSpec, memory: EngineMemory) -> tuple[
 
 def is_fp8(spec: EngineGroupSpec, architecture: Architecture) -> bool:
     """Return whether the server holds FP8 matrices, by the checkpoint or --sglang-quantization."""
-    return architecture.is_quantised or "fp8" in str(spec.arguments.get("quantization") or "")
+    return architecture.is_quantized or "fp8" in str(spec.arguments.get("quantization") or "")
 
 
 def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerSettings) -> Callable[[Iterable[Part]], int]:
@@ -236,11 +236,11 @@ def _holder(spec: EngineGroupSpec, architecture: Architecture, settings: ServerS
     def held(parts: Iterable[Part]) -> int:
         counts: Counter[tuple[PartKind, Split, bool]] = Counter()
         for part in parts:
-            counts[part.kind, part.split, part.quantisable] += part.num_parameters
+            counts[part.kind, part.split, part.quantizable] += part.num_parameters
         total = 0.0
-        for (kind, split, quantisable), num_parameters in counts.items():
-            size = 1 + 4 / FP8_BLOCK if fp8 and quantisable else 2
-            if architecture.is_mxfp4 and kind is PartKind.ROUTED_EXPERTS and quantisable:
+        for (kind, split, quantizable), num_parameters in counts.items():
+            size = 1 + 4 / FP8_BLOCK if fp8 and quantizable else 2
+            if architecture.is_mxfp4 and kind is PartKind.ROUTED_EXPERTS and quantizable:
                 size = MXFP4_BYTES
             total += num_parameters * size * (1.0 if split is Split.REPLICATED else share[kind])
         return round(total)

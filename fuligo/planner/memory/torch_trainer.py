@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
-from fuligo.formats.quantised_base import BasePrecision, stored_bytes
+from fuligo.formats.quantized_base import BasePrecision, stored_bytes
 from fuligo.layout.adapter import AdapterShape, InputOf, matrices
 from fuligo.layout.megatron import layout_of
 from fuligo.models.architecture import Architecture, GroupedAttention, Layer
@@ -23,8 +23,8 @@ allocated and freed between activations. Fitted to four runs on an H200 (tests/u
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedWeights:
-    """Linear layers and experts that the trainer holds in 8 or 4 bits (`models.quantised_linear`)."""
+class QuantizedWeights:
+    """Linear layers and experts that the trainer holds in 8 or 4 bits (`models.quantized_linear`)."""
 
     precision: BasePrecision
     architecture: Architecture
@@ -93,13 +93,13 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
     each = f"{billions(share)} parameters per GPU ({billions(held)} over {num_ranks})"
     if adapter is not None:
         size, trained = compute_bytes(subject), math.ceil(adapter.num_parameters / num_ranks)
-        quantised = QuantisedWeights.of(subject)
-        if quantised is None:
+        quantized = QuantizedWeights.of(subject)
+        if quantized is None:
             yield MemoryItem("weights", size * share, f"{each} x {size} bytes, frozen")
         else:
-            rest = math.ceil((architecture.num_parameters - quantised.num_elements) / num_ranks)
-            note = f"frozen: {quantised.note}, whole on every rank; {billions(rest)} others per GPU x {size} bytes"
-            yield MemoryItem("weights", quantised.num_bytes + size * rest, note)
+            rest = math.ceil((architecture.num_parameters - quantized.num_elements) / num_ranks)
+            note = f"frozen: {quantized.note}, whole on every rank; {billions(rest)} others per GPU x {size} bytes"
+            yield MemoryItem("weights", quantized.num_bytes + size * rest, note)
         low_rank = f"{billions(trained)} parameters of the adapter of rank {adapter.config.rank} per GPU"
         yield MemoryItem("adapter", FP32 * trained, f"{low_rank} x 4 bytes, fp32")
     else:
@@ -133,10 +133,10 @@ def torch_offloaded_items(subject: Subject, num_ranks: int) -> Iterator[MemoryIt
     size = FP32 if adapter is None else compute_bytes(subject)
     ranks, then = f"of {count(num_ranks, 'rank')}", "while the engines have the GPUs"
     kind = "fp32" if size == FP32 else "frozen bf16"
-    if (quantised := QuantisedWeights.of(subject)) is not None:
-        rest = math.ceil((architecture.num_parameters - quantised.num_elements) / all_ranks) * num_ranks
-        note = f"frozen weights of the policy {ranks}, each {quantised.note}, and {billions(rest)} others x {size} bytes, {then}"
-        yield MemoryItem("weights", num_ranks * quantised.num_bytes + size * rest, note)
+    if (quantized := QuantizedWeights.of(subject)) is not None:
+        rest = math.ceil((architecture.num_parameters - quantized.num_elements) / all_ranks) * num_ranks
+        note = f"frozen weights of the policy {ranks}, each {quantized.note}, and {billions(rest)} others x {size} bytes, {then}"
+        yield MemoryItem("weights", num_ranks * quantized.num_bytes + size * rest, note)
     else:
         yield MemoryItem("weights", size * share, f"{kind} weights of the policy {ranks}, {billions(share)} x {size} bytes, {then}")
     if adapter is not None:
@@ -157,11 +157,11 @@ def compute_bytes(subject: Subject) -> int:
 
 def _gathered(subject: Subject) -> MemoryItem:
     """Return the gathered units: the current one, the next, and embedding with head, each with its gradients in the compute dtype."""
-    architecture, adapter, quantised = subject.architecture, subject.adapter, QuantisedWeights.of(subject)
+    architecture, adapter, quantized = subject.architecture, subject.adapter, QuantizedWeights.of(subject)
     trained_mtp = subject.loaded_mtp_layers if subject.config.train.enable_mtp_training else ()
     layer = max(layer.num_parameters for layer in (*architecture.layers, *trained_mtp))
-    if quantised is not None:
-        layer = max(layer.num_parameters - sum(quantised.sizes(layer)) for layer in architecture.layers)
+    if quantized is not None:
+        layer = max(layer.num_parameters - sum(quantized.sizes(layer)) for layer in architecture.layers)
     outer = sum(part.num_parameters for part in architecture.outer_parts)
     size = compute_bytes(subject)
     units = f"two layers of {billions(layer)}, embedding and head of {billions(outer)}"
@@ -169,8 +169,8 @@ def _gathered(subject: Subject) -> MemoryItem:
         return MemoryItem("gathered", size * (2 * layer + outer) + size * (layer + outer), f"{units}, and gradients")
     low_rank = max(adapter.layer_parameters(layer) for layer in architecture.layers)
     gathered, note = size * (2 * layer + outer) + size * 3 * low_rank, f"{units}, and gradients of the adapter only"
-    if quantised is not None:
-        gathered, note = gathered + size * quantised.largest, f"{note}; a dequantized matrix of {billions(quantised.largest)}"
+    if quantized is not None:
+        gathered, note = gathered + size * quantized.largest, f"{note}; a dequantized matrix of {billions(quantized.largest)}"
     return MemoryItem("gathered", gathered, note)
 
 

@@ -209,7 +209,7 @@ def _fp8_items(subject: Subject, shape: Layout, stages: list[Stage]) -> Iterator
     """Yield TransformerEngine's FP8 copies of the linear layers' weights, one by rows and one by columns (--fp8-format)."""
     if subject.config.megatron.get("fp8_format") is not None:
         layers = [layer for stage in stages for layer in stage_layers(subject.architecture, stage)]
-        linear = local_parameters([part for layer in layers for part in layer.parts if part.quantisable], shape).total
+        linear = local_parameters([part for layer in layers for part in layer.parts if part.quantizable], shape).total
         yield MemoryItem("fp8_weights", 2 * linear, f"{billions(linear)} parameters of linear layers x 2 bytes: by rows and by columns")
 
 

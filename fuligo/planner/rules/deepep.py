@@ -127,10 +127,10 @@ def nvshmem_leaves_nccl_alone(subject: Subject) -> Iterator[Violation]:
 @group_rule("PLAN-DEEPEP-FP8-CHANNEL", "--sglang-moe-a2a-backend", "--hf-checkpoint", groups=with_deepep)
 def deepep_takes_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """SGLang's DeepEP path takes FP8 weights quantized in blocks, not per channel or tensor."""
-    quantisation = quantisation_of(subject)
-    if quantisation is None or "weight_block_size" in quantisation:
+    quantization = quantization_of(subject)
+    if quantization is None or "weight_block_size" in quantization:
         return
-    method = quantisation.get("quant_method", "unknown")
+    method = quantization.get("quant_method", "unknown")
     yield Violation(
         f"{placed(spec, 'moe_a2a_backend')}: the FP8 weights of --hf-checkpoint are not quantized in blocks "
         f"(quant_method {method}), which DeepEP needs",
@@ -142,8 +142,8 @@ def deepep_takes_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator[Vio
 @group_rule("PLAN-FP8-BLOCKS", "--rollout-num-gpus-per-engine", "--sglang-ep-size", "--hf-checkpoint")
 def shares_are_whole_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
     """A GPU's share of a block-quantized matrix must be a whole number of blocks."""
-    architecture, quantisation = subject.rollout_architecture, quantisation_of(subject)
-    size = (quantisation or {}).get("weight_block_size")
+    architecture, quantization = subject.rollout_architecture, quantization_of(subject)
+    size = (quantization or {}).get("weight_block_size")
     block = max(size) if isinstance(size, list) and size and all(isinstance(each, int) for each in size) else None
     if block is None:
         return
@@ -163,7 +163,7 @@ def shares_are_whole_blocks(subject: Subject, spec: EngineGroupSpec) -> Iterator
             )
 
 
-def quantisation_of(subject: Subject) -> dict[str, object] | None:
+def quantization_of(subject: Subject) -> dict[str, object] | None:
     """Return the quantization_config of the engines' checkpoint, or None if it is not quantized or not known."""
     found = subject.engine_config_json
     value = None if found is None else found.values.get("quantization_config")

@@ -7,11 +7,11 @@ from fuligo.config.flag import option_name
 from fuligo.config.rules.rule import set_flag, unset_flag
 from fuligo.config.topology import EngineGroupSpec, policy_model
 from fuligo.errors import ConfigError
-from fuligo.formats.quantisation import unsupported_in_updates
+from fuligo.formats.quantization import unsupported_in_updates
 from fuligo.models.architecture import LatentAttention
 from fuligo.models.megatron_flags import describe_disagreement, disagreements
 from fuligo.models.registry import batch_variant_because, family_of, unshareable_because
-from fuligo.planner.rules.deepep import quantisation_of, with_deepep
+from fuligo.planner.rules.deepep import quantization_of, with_deepep
 from fuligo.planner.rules.rule import Fix, Violation, rule
 from fuligo.planner.rules.servers import group_rule, running
 from fuligo.planner.subject import Subject
@@ -47,12 +47,12 @@ def flags_agree_with_config_json(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("PLAN-QUANTISED-WEIGHTS", "--hf-checkpoint", "--ref-load")
+@rule("PLAN-QUANTIZED-WEIGHTS", "--hf-checkpoint", "--ref-load")
 def training_starts_from_full_weights(subject: Subject) -> Iterator[Violation]:
     """Training cannot start from an FP8 checkpoint, only from the weights that it was converted from."""
     config = subject.config
     starts_elsewhere = config.checkpoint.load is not None and not config.needs_reference
-    if not subject.rollout_architecture.is_quantised or config.checkpoint.ref_load is not None or starts_elsewhere:
+    if not subject.rollout_architecture.is_quantized or config.checkpoint.ref_load is not None or starts_elsewhere:
         return
     if config.debug.debug_rollout_only:
         return
@@ -66,18 +66,18 @@ def engines_take_new_weights(subject: Subject) -> Iterator[Violation]:
     config = subject.config
     if not subject.rollout_architecture.is_mxfp4 or config.debug.debug_rollout_only:
         return
-    if config.needs_engine and config.engine_capabilities.serves_quantised:
+    if config.needs_engine and config.engine_capabilities.serves_quantized:
         text = f"--hf-checkpoint {config.model.hf_checkpoint} has experts in MXFP4, which SGLang cannot update"
         yield Violation(text, advice="let the engines serve bfloat16: fuligo convert mxfp4-to-bf16")
 
 
-@rule("PLAN-QUANTISED-ENGINES", "--hf-checkpoint")
-def engines_update_quantised_weights(subject: Subject) -> Iterator[Violation]:
+@rule("PLAN-QUANTIZED-ENGINES", "--hf-checkpoint")
+def engines_update_quantized_weights(subject: Subject) -> Iterator[Violation]:
     """SGLang can update quantized weights only if they are FP8 in blocks; others change their layout when they are loaded."""
-    config, values = subject.config, quantisation_of(subject)
+    config, values = subject.config, quantization_of(subject)
     if values is None or subject.rollout_architecture.is_mxfp4 or config.debug.debug_rollout_only:
         return
-    if not (config.needs_engine and config.engine_capabilities.serves_quantised):
+    if not (config.needs_engine and config.engine_capabilities.serves_quantized):
         return
     if with_deepep(subject) and "weight_block_size" not in values:
         return  # PLAN-DEEPEP-FP8-CHANNEL

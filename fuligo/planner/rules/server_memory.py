@@ -135,7 +135,7 @@ def batches_have_graphs(subject: Subject, spec: EngineGroupSpec) -> Iterator[Vio
 @rule("PLAN-CHECKPOINT-GPU", "--hf-checkpoint", severity=Severity.WARNING)
 def gpu_computes_fp8(subject: Subject) -> Iterator[Violation]:
     """FP8 weights save memory on every GPU, but time only on those that compute in FP8."""
-    if not subject.config.needs_engine or not subject.rollout_architecture.is_quantised or subject.gpu.fp8_flops > subject.gpu.bf16_flops:
+    if not subject.config.needs_engine or not subject.rollout_architecture.is_quantized or subject.gpu.fp8_flops > subject.gpu.bf16_flops:
         return
     if serving_policy(subject):
         yield Violation(

@@ -38,7 +38,7 @@ _SHORT_FRACTION = re.compile(r"frac([^{])(.)")
 _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
-def normalise(answer: str) -> str:
+def normalize(answer: str) -> str:
     """Normalize an answer for comparison: keep the right-hand side of an equation, and remove units, spaces and markup."""
     answer = answer.rsplit("=", 1)[-1]
     for old, new in _REPLACED:
@@ -58,11 +58,11 @@ def normalise(answer: str) -> str:
 
 def dapo_reward(answer: str | None, golds: list[str]) -> dict[str, float | str]:
     """Return `score` (1 or -1, the reward that DAPO trains on), `acc` (1 or 0) and `pred` (the normalized answer)."""
-    pred = "[INVALID]" if answer is None else normalise(answer[-DAPO_TAIL_CHARS:])
+    pred = "[INVALID]" if answer is None else normalize(answer[-DAPO_TAIL_CHARS:])
     correct = answer is not None and any(_equal(answer, pred, gold) for gold in golds)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": pred}
 
 
 def _equal(answer: str, pred: str, gold: str) -> bool:
     """Compare the normalized texts, or the original ones if normalization leaves nothing of the label (`cents` is a unit)."""
-    return pred == normal if (normal := normalise(gold)) else answer.strip() == gold.strip()
+    return pred == normal if (normal := normalize(gold)) else answer.strip() == gold.strip()

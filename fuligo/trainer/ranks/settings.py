@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.formats.quantised_base import BasePrecision
+from fuligo.formats.quantized_base import BasePrecision
 from fuligo.formats.weight_manifest import EngineFormat
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.packing import Capacity, Cost, MicroBatchSchedule, pack

@@ -10,16 +10,16 @@ from transformers import PreTrainedModel
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.host_copies import cast_together
-from fuligo.formats.quantised_base import QuantisedBase, other_storage
+from fuligo.formats.quantized_base import QuantizedBase, other_storage
 from fuligo.formats.weight_manifest import MergeRounding
 from fuligo.models.adapter import LowRankUpdate, adapter_tensors, add_adapter, load_adapter, updates_of
-from fuligo.models.quantised_linear import quantise_base
+from fuligo.models.quantized_linear import quantize_base
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.torch_backend.weights import full_tensor, held_tensors, keeps_dtype, named_weights
 
 
 def add_policy_adapter(
-    model: PreTrainedModel, lora: LoraSettings, *, seed: int, base: QuantisedBase | None = None, device: torch.device
+    model: PreTrainedModel, lora: LoraSettings, *, seed: int, base: QuantizedBase | None = None, device: torch.device
 ) -> None:
     """Add the run's adapter to its policy and freeze all other parameters.
 
@@ -31,12 +31,12 @@ def add_policy_adapter(
         _require_same_base(lora.initial_adapter, base)
         load_adapter(model, lora.initial_adapter)
     if base is not None:
-        quantise_base(model, base, device)
+        quantize_base(model, base, device)
 
 
-def _require_same_base(adapter: Path, base: QuantisedBase | None) -> None:
+def _require_same_base(adapter: Path, base: QuantizedBase | None) -> None:
     """Raise CheckpointError if an adapter was trained on a base in another precision; one without a record of its base is accepted."""
-    trained_on = QuantisedBase.read(adapter)
+    trained_on = QuantizedBase.read(adapter)
     if trained_on is not None and trained_on != base:
         raise CheckpointError(
             f"cannot start from {adapter}: it {other_storage(trained_on, base)}; use --lora-base-precision {trained_on.precision}, or "

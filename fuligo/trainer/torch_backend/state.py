@@ -28,7 +28,7 @@ from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, NAME, TOWER_MODULES
 from fuligo.formats.checkpoint_files import VALUE_MODEL, other_files, record_dtypes
 from fuligo.formats.hugging_face import MTP_PREFIX, language_part, read_config_json
-from fuligo.formats.quantised_base import QuantisedBase, other_storage
+from fuligo.formats.quantized_base import QuantizedBase, other_storage
 from fuligo.models.adapter import adapter_tensors, has_adapter, scaling_of, write_adapter_config, write_adapter_weights
 from fuligo.models.registry import unwritten_keys
 from fuligo.trainer.adapter_sender import other_base, require_scaling
@@ -55,7 +55,7 @@ class TrainingState:
     """Value model; None without one."""
     base_digest: str | None = None
     """Digest of the base weights of an adapter; None without an adapter."""
-    base: QuantisedBase | None = None
+    base: QuantizedBase | None = None
     """Storage of the base weights; None: not quantized."""
     carried: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of an MTP layer that was not loaded, on rank 0. Checkpoints contain them, and a restore replaces them."""
@@ -157,7 +157,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     counters = Counters.read(directory, "torch")
     if counters.base_digest != state.base_digest:
         raise CheckpointError(other_base(directory, counters.base_digest, state.base_digest, weights=directory / "hf"))
-    if state.base_digest is not None and (trained_on := QuantisedBase.read(directory / ADAPTER)) != state.base:
+    if state.base_digest is not None and (trained_on := QuantizedBase.read(directory / ADAPTER)) != state.base:
         raise CheckpointError(
             f"cannot resume {directory}: its adapter {other_storage(trained_on, state.base)}; use the --lora-base-precision (and the "
             "engine's data type) that it was trained with"

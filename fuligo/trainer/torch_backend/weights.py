@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fuligo.models.adapter import base_tensors
 from fuligo.models.gated_delta import DECAY_RATES
-from fuligo.models.quantised_linear import QuantisedWeight, quantised_weights
+from fuligo.models.quantized_linear import QuantizedWeight, quantized_weights
 from fuligo.models.transformers_types import text_config
 from fuligo.trainer.ranks.world import World
 
@@ -41,13 +41,13 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-HeldTensor: TypeAlias = Tensor | QuantisedWeight
+HeldTensor: TypeAlias = Tensor | QuantizedWeight
 """Parameter, saved buffer, or module that holds a quantized weight."""
 
 
 def full_tensor(tensor: HeldTensor) -> Tensor:
     """Return the full tensor: gathered from all ranks if it is sharded, dequantized if it is quantized. A collective."""
-    if isinstance(tensor, QuantisedWeight):
+    if isinstance(tensor, QuantizedWeight):
         return tensor.weight
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -79,7 +79,7 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def held_tensors(model: PreTrainedModel) -> dict[str, HeldTensor]:
     """Return the tensors of `weight_tensors`, and the modules that hold quantized weights, by name."""
-    return {**weight_tensors(model), **quantised_weights(model)}
+    return {**weight_tensors(model), **quantized_weights(model)}
 
 
 def keeps_dtype(name: str, tensor: HeldTensor) -> bool:
@@ -88,7 +88,7 @@ def keeps_dtype(name: str, tensor: HeldTensor) -> bool:
     These are buffers (such as a router's correction bias, because bfloat16 would round away differences that decide between experts) and
     the decay rates of Gated DeltaNet, which SGLang and Qwen3.5's files hold in float32.
     """
-    return not isinstance(tensor, (nn.Parameter, QuantisedWeight)) or name.endswith(DECAY_RATES)
+    return not isinstance(tensor, (nn.Parameter, QuantizedWeight)) or name.endswith(DECAY_RATES)
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

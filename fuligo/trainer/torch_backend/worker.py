@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fuligo.errors import TrainerError
-from fuligo.formats.quantised_base import QuantisedBase
+from fuligo.formats.quantized_base import QuantizedBase
 from fuligo.models.adapter import SharedBase, adapter_off, set_dropout
 from fuligo.models.mtp import mtp_module, stored_mtp
-from fuligo.models.quantised_linear import quantised_weights
+from fuligo.models.quantized_linear import quantized_weights
 from fuligo.models.registry import VISION_TYPES
 from fuligo.models.transformers_types import freeze_towers, read_config, text_config
 from fuligo.models.vision.processor import ImageProcessor
@@ -136,7 +136,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         if self.world.rank == 0:
             check_packed_forward(policy, shares_prefixes=settings.shares_prefixes)
         if trained and settings.lora is not None:
-            base = self._quantised_base()
+            base = self._quantized_base()
             self._base_digest = base_digest(weight_tensors(model).items())
             add_policy_adapter(model, settings.lora, seed=settings.seed, base=base, device=self.world.device)
             if settings.precision == "bf16":
@@ -156,12 +156,12 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
         set_dropout(model, on=False)
         return policy
 
-    def _quantised_base(self) -> QuantisedBase | None:
+    def _quantized_base(self) -> QuantizedBase | None:
         """Return the storage of the policy's base weights; None if they are not quantized."""
         lora = self.settings.lora
         if lora is None or lora.base_precision is None:
             return None
-        return QuantisedBase(lora.base_precision, str(self.export_dtype).removeprefix("torch."))
+        return QuantizedBase(lora.base_precision, str(self.export_dtype).removeprefix("torch."))
 
     def _placed(self, model: PackedT, *, trained: bool) -> PackedT:
         """Move the model to the device; shard it if there are several ranks or computation is in half precision."""
@@ -239,7 +239,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
     def _state(self) -> TrainingState:
         reference = self._changed_reference
         model = None if reference is None else reference.model
-        return TrainingState(self._learner, model, self.critic, self._base_digest, self._quantised_base(), self._carried)
+        return TrainingState(self._learner, model, self.critic, self._base_digest, self._quantized_base(), self._carried)
 
     def _models(self) -> list[PackedModel]:
         value_model = None if self.critic is None else self.critic.value_model
@@ -261,7 +261,7 @@ def _cost(policy: Policy) -> Cost:
     """Return the cost function of a sequence in forward FLOPs: 2 per weight and token, 4 per hidden unit, layer and pair of tokens."""
     config = text_config(policy.model.config)
     num_weights = sum(parameter.numel() for parameter in policy.model.parameters())
-    num_weights += sum(layer.num_elements for layer in quantised_weights(policy.model).values())
+    num_weights += sum(layer.num_elements for layer in quantized_weights(policy.model).values())
     return sequence_flops(linear=2.0 * num_weights, attention=4.0 * config.hidden_size * config.num_hidden_layers)
 
 

@@ -29,7 +29,7 @@ def group(*rewards, group_index=0, first_index=0):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
-def test_group_normalisation(estimator):
+def test_group_normalization(estimator):
     rewards = np.array([0.0, 1.0, 1.0, 4.0])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     assert advantages(group(*rewards), estimator) == pytest.approx(expected.tolist())
@@ -55,7 +55,7 @@ def test_groups_do_not_see_each_other():
     assert advantages(group(0, 1) + group(100, 700, 300, group_index=1, first_index=2))[:2] == alone
 
 
-def test_a_group_that_lost_samples_is_normalised_over_those_it_has():
+def test_a_group_that_lost_samples_is_normalized_over_those_it_has():
     """Counting lost samples as zeros, or dividing by a fixed group size, would give other numbers."""
     survivors = group(1, 2, 6)
     rewards = np.array([1.0, 2.0, 6.0])

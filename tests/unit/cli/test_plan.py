@@ -253,7 +253,7 @@ sys.exit(code)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr.strip()) == (0, "[]")
-    assert "\x1b" not in ran.stdout, "no colour codes where no terminal is"
+    assert "\x1b" not in ran.stdout, "no color codes where no terminal is"
 
 
 def test_other_findings_are_reported_for_an_unknown_model(run_plan: RunPlan):

@@ -16,7 +16,7 @@ from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import TRACKER
 from fuligo.formats.disk import replace_text, write_manifest
-from fuligo.formats.quantised_base import BASE_PRECISION, QuantisedBase
+from fuligo.formats.quantized_base import BASE_PRECISION, QuantizedBase
 from fuligo.models.adapter import adapter_tensors, add_adapter, write_adapter_config, write_adapter_weights
 from fuligo.models.directory import load_tokenizer
 from fuligo.trainer.ranks.world import World
@@ -399,24 +399,24 @@ def test_sglang_is_sent_no_adapter_of_layers_with_names_of_experts_matrices(tmp_
 
 def test_what_a_quantized_base_lacks_is_reported_before_the_start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lora = ["--lora-rank", "2", "--lora-target-modules", "q_proj"]
-    quantised = [*lora, "--lora-base-precision", "nf4"]
+    quantized = [*lora, "--lora-base-precision", "nf4"]
     record = tmp_path / "adapter"
     adapted = load_model(model)
     add_adapter(adapted, AdapterConfig(rank=2, alpha=4.0, target_modules=("q_proj",)), seed=0)
     write_adapter_config(adapted.peft_config["default"], record)
     write_adapter_weights(adapter_tensors(adapted), record)
-    QuantisedBase("nf4", "bfloat16").write(record)
+    QuantizedBase("nf4", "bfloat16").write(record)
     trained_on = ["--lora-adapter", record]
     versions = {"bitsandbytes": None}
     monkeypatch.setattr(adapter_problems, "package_version", lambda name: versions.get(name, "1.0"))
-    for flags, option in ((quantised, "--lora-base-precision nf4"), (trained_on, f"--lora-adapter {record}, trained on a base in nf4")):
+    for flags, option in ((quantized, "--lora-base-precision nf4"), (trained_on, f"--lora-adapter {record}, trained on a base in nf4")):
         (problem,) = problems(model, *flags)
         assert problem == f"{option}: the package bitsandbytes is not installed; pip install 'fuligo[qlora]'"
     assert problems(model, *lora) == []
     versions["bitsandbytes"] = "0.50.2"
-    assert problems(model, *quantised) == problems(model, *trained_on) == []
+    assert problems(model, *quantized) == problems(model, *trained_on) == []
     mixture = tiny.save_checkpoint(tmp_path / "mixture", "qwen3_moe", moe_intermediate_size=32)
-    (problem,) = problems(mixture, *quantised)
+    (problem,) = problems(mixture, *quantized)
     assert problem.startswith("--lora-base-precision cannot quantize model.layers.0.mlp.experts of Qwen3MoeForCausalLM: it needs matrices")
     (record / BASE_PRECISION).write_text("{}")
     (problem,) = problems(model, *trained_on)

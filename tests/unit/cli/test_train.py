@@ -191,7 +191,7 @@ async def test_the_checkpoint_of_a_run_is_checked(train: Train, tmp_path: Path, 
     assert {"none": "", "truncated": "model.safetensors", "other model": "different models: num_hidden_layers 3 and 2"}[damage] in shown
 
 
-def quantised_copy(model: Path, directory: Path, **described: object) -> str:
+def quantized_copy(model: Path, directory: Path, **described: object) -> str:
     """Copy the model with a config.json that declares FP8."""
     shutil.copytree(model, directory)
     config = json.loads((directory / "config.json").read_text())
@@ -199,14 +199,14 @@ def quantised_copy(model: Path, directory: Path, **described: object) -> str:
     return directory.name
 
 
-def test_training_does_not_start_from_quantised_weights(train: Train, model: Path, tmp_path: Path) -> None:
-    quantised = quantised_copy(model, tmp_path / "quantised")
-    code, shown = train(hf_checkpoint=quantised)
+def test_training_does_not_start_from_quantized_weights(train: Train, model: Path, tmp_path: Path) -> None:
+    quantized = quantized_copy(model, tmp_path / "quantized")
+    code, shown = train(hf_checkpoint=quantized)
     assert code == 2 and "FP8 weights" in shown and "--ref-load" in shown
-    assert train(hf_checkpoint=quantised, ref_load=str(model))[0] == 0
+    assert train(hf_checkpoint=quantized, ref_load=str(model))[0] == 0
     for flag in ("ref_load", "load"):
-        code, shown = train(**{flag: quantised})
-        assert code == 2 and f"--{flag.replace('_', '-')} quantised is quantized, and training cannot start from it" in shown
+        code, shown = train(**{flag: quantized})
+        assert code == 2 and f"--{flag.replace('_', '-')} quantized is quantized, and training cannot start from it" in shown
 
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
@@ -253,8 +253,8 @@ def test_engines_do_not_draft_with_a_layer_that_the_files_lack(train: Train, tmp
 
 
 def test_engines_take_new_weights_only_in_fp8_blocks(train: Train, model: Path, tmp_path: Path) -> None:
-    quantised = quantised_copy(model, tmp_path / "quantised", quant_method="compressed-tensors")
-    code, shown = train(hf_checkpoint=quantised, ref_load=str(model), rollout_backend="sglang", rollout_num_gpus="1", device="cpu")
+    quantized = quantized_copy(model, tmp_path / "quantized", quant_method="compressed-tensors")
+    code, shown = train(hf_checkpoint=quantized, ref_load=str(model), rollout_backend="sglang", rollout_num_gpus="1", device="cpu")
     assert (
         code == 2
         and "quantized in a way that engines cannot update (quant_method compressed-tensors" in shown

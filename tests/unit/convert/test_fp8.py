@@ -18,18 +18,18 @@ from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.buckets import as_bytes
 from fuligo.formats.checkpoint_files import checkpoint_weights
-from fuligo.formats.fp8 import quantise, quantised_weights
-from fuligo.formats.quantisation import EngineQuantisation, Quantisation, is_quantised_matrix
+from fuligo.formats.fp8 import quantize, quantized_weights
+from fuligo.formats.quantization import EngineQuantization, Quantization, is_quantized_matrix
 from fuligo.formats.weight_manifest import EngineFormat, WeightTarget
 from fuligo.trainer.torch_backend.weights import named_weights
 from fuligo.weights.senders import WeightSender
-from tests.fp8 import FAMILIES, dequantise, save_family
+from tests.fp8 import FAMILIES, dequantize, save_family
 
 Tensors = dict[str, torch.Tensor]
 STRATEGIES = {
-    "block": Quantisation("block", (128, 128)),
-    "channel": Quantisation("channel"),
-    "tensor": Quantisation("tensor"),
+    "block": Quantization("block", (128, 128)),
+    "channel": Quantization("channel"),
+    "tensor": Quantization("tensor"),
 }
 
 
@@ -58,12 +58,12 @@ def _described(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, byt
     return {name: (tensor.dtype, tensor.shape, as_bytes(tensor).numpy().tobytes()) for name, tensor in tensors.items()}
 
 
-def expected(original: Tensors, quantisation: Quantisation) -> Tensors:
+def expected(original: Tensors, quantization: Quantization) -> Tensors:
     """Quantize each tensor in one piece."""
     made: Tensors = {}
     for name, tensor in original.items():
-        if is_quantised_matrix(name, tuple(tensor.shape)):
-            made[name], made[quantisation.scale_name(name)] = quantise(tensor, quantisation)
+        if is_quantized_matrix(name, tuple(tensor.shape)):
+            made[name], made[quantization.scale_name(name)] = quantize(tensor, quantization)
         else:
             made[name] = tensor
     return made
@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestResult:
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_matrices_are_quantised_and_all_else_is_as_it_was(
+    def test_matrices_are_quantized_and_all_else_is_as_it_was(
         self, model: Path, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         """Tensors are read in pieces of one or two rows of blocks; a per-tensor scale covers all pieces."""
@@ -219,16 +219,16 @@ def test_transformers_and_a_weight_sync(family: str, tmp_path: Path):
     held, blocks = tensors_of(tmp_path / "fp8"), STRATEGIES["block"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.float32)
     meant = {
-        name: dequantise(tensor, held[f"{name}_scale_inv"], blocks) if f"{name}_scale_inv" in held else tensor.float()
+        name: dequantize(tensor, held[f"{name}_scale_inv"], blocks) if f"{name}_scale_inv" in held else tensor.float()
         for name, tensor in held.items()
         if not name.endswith("_scale_inv")
     }
     assert differing(dict(checkpoint_weights(loaded.state_dict().items())), meant) == []
 
-    engine = EngineQuantisation.read(tmp_path / "fp8")
-    assert engine is not None and engine.quantisation == blocks
+    engine = EngineQuantization.read(tmp_path / "fp8")
+    assert engine is not None and engine.quantization == blocks
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    sent = quantised_weights(named_weights(trainer, dtype=torch.bfloat16), engine)
+    sent = quantized_weights(named_weights(trainer, dtype=torch.bfloat16), engine)
     assert differing(dict(sent), held) == []
 
 
@@ -236,7 +236,7 @@ def test_a_sync_by_disk_is_an_fp8_checkpoint(model: Path, tmp_path: Path):
     """Run a sender's whole path, including its counter."""
     converted(model, tmp_path / "fp8")
     (sent := tmp_path / "sent").mkdir()
-    engine_format = EngineFormat(quantisation=EngineQuantisation.read(tmp_path / "fp8"))
+    engine_format = EngineFormat(quantization=EngineQuantization.read(tmp_path / "fp8"))
     weights = named_weights(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), dtype=torch.bfloat16)
     manifest = WeightSender(engine_format).send(weights, WeightTarget("disk", version=1, bucket_bytes=2**18, directory=str(sent)))
     held = tensors_of(tmp_path / "fp8")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from fuligo.convert.fp8_plan import describe, plan_hf_to_fp8
 from fuligo.errors import ConfigError
-from fuligo.formats.quantisation import is_quantised_matrix
+from fuligo.formats.quantization import is_quantized_matrix
 from fuligo.models.registry import read_architecture
 from tests import tiny
 from tests.fp8 import FAMILIES, save_family
@@ -44,17 +44,17 @@ def model(dense: Path, tmp_path: Path) -> Path:
 class TestWithoutWeights:
     """A plan needs only a config.json."""
 
-    def test_every_parameter_is_quantised_or_kept(self):
+    def test_every_parameter_is_quantized_or_kept(self):
         plan = plan_hf_to_fp8(arguments("--strategy", "block", "--block-size", "128", "128", "--max-workers", "4"))
         architecture = read_architecture(GLM45)
-        assert plan.num_quantised + plan.num_kept == architecture.num_parameters + architecture.num_mtp_parameters
+        assert plan.num_quantized + plan.num_kept == architecture.num_parameters + architecture.num_mtp_parameters
         assert architecture.head is not None
         assert plan.num_kept > architecture.embedding.num_parameters + architecture.head.num_parameters
-        assert (plan.quantisation.block_size, plan.num_workers) == ((128, 128), 4)
+        assert (plan.quantization.block_size, plan.num_workers) == ((128, 128), 4)
 
     def test_half_the_bytes_and_a_scale_a_block(self):
         plan = plan_hf_to_fp8(arguments())
-        assert plan.target_bytes == plan.num_quantised + plan.num_quantised // 128**2 * 4 + 2 * plan.num_kept
+        assert plan.target_bytes == plan.num_quantized + plan.num_quantized // 128**2 * 4 + 2 * plan.num_kept
         assert "block: one scale per block of 128 x 128" in "\n".join(describe(plan))
 
 
@@ -66,9 +66,9 @@ def test_the_names_in_files_and_the_shapes_of_the_family_agree(family: str, tmp_
     shutil.copy(model / "config.json", tmp_path / "bare")
     of_files, estimate = plan_hf_to_fp8(arguments(model=model)), plan_hf_to_fp8(arguments(model=tmp_path / "bare"))
     mtp_layers = read_architecture(model).mtp_layers  # transformers saves none of them
-    mtp = [sum(part.num_parameters for layer in mtp_layers for part in layer.parts if part.quantisable is kind) for kind in (True, False)]
+    mtp = [sum(part.num_parameters for layer in mtp_layers for part in layer.parts if part.quantizable is kind) for kind in (True, False)]
     buffers = sum(layer.num_buffer_elements for layer in read_architecture(model).layers)
-    assert of_files.num_quantised == estimate.num_quantised - mtp[0]
+    assert of_files.num_quantized == estimate.num_quantized - mtp[0]
     assert of_files.num_kept == estimate.num_kept - mtp[1] + buffers
 
 
@@ -87,14 +87,14 @@ def test_the_names_in_files_and_the_shapes_of_the_family_agree(family: str, tmp_
     ],
 )
 def test_these_matrices_stay_as_they_are(name: str):
-    assert not is_quantised_matrix(name, (256, 256))
+    assert not is_quantized_matrix(name, (256, 256))
 
 
 @pytest.mark.parametrize(
     ("name", "shape"), [("model.layers.0.self_attn.q_proj.bias", (256,)), ("model.layers.0.self_attn.q_proj.weight", (256,))]
 )
 def test_vectors_stay_as_they_are(name: str, shape: tuple[int, ...]):
-    assert not is_quantised_matrix(name, shape)
+    assert not is_quantized_matrix(name, shape)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ class TestUnfitSources:
         model = tiny.save_checkpoint(tmp_path / "model")
         assert "blocks of 128 rows do not divide model.layers.0.self_attn.k_proj.weight [32, 64]" in refusal(model=model)
         for fitting in (["--strategy", "channel"], ["--block-size", "32", "32"]):
-            assert plan_hf_to_fp8(arguments(*fitting, model=model)).num_quantised
+            assert plan_hf_to_fp8(arguments(*fitting, model=model)).num_quantized
 
     def test_a_scale_a_tensor_with_latent_attention(self, tmp_path: Path):
         model = save_family(tmp_path / "model", "deepseek_v3")

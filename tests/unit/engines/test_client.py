@@ -17,7 +17,7 @@ from fuligo.errors import EngineError
 from fuligo.types import PromptImage
 
 PARAMS = SamplingParams(4)
-Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Behavior = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def good_answer(rid: str = "") -> dict[str, Any]:
@@ -80,13 +80,13 @@ class Misbehaving:
     """Server that answers the n-th request with `script[n]`, and later ones with `good`."""
 
     url: str = ""
-    script: list[Behaviour] = field(default_factory=list)
+    script: list[Behavior] = field(default_factory=list)
     rids: list[str] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.rids.append((await request.json())["rid"])
-        behaviour = self.script.pop(0) if self.script else good
-        return await behaviour(request)
+        behavior = self.script.pop(0) if self.script else good
+        return await behavior(request)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def client(server: Misbehaving) -> AsyncIterator[EngineClient]:
 
 
 @pytest.mark.parametrize("failure", [server_error, garbage, wrong_lengths, disconnect, torn_body])
-async def test_a_passing_failure_is_retried_under_another_rid(server: Misbehaving, client: EngineClient, failure: Behaviour) -> None:
+async def test_a_passing_failure_is_retried_under_another_rid(server: Misbehaving, client: EngineClient, failure: Behavior) -> None:
     server.script = [failure]
     generation = await client.generate([1, 2], PARAMS, rid="s7")
     assert (generation.output_ids.tolist(), generation.weight_version) == ([5], 3)
@@ -121,7 +121,7 @@ async def test_a_passing_failure_is_retried_under_another_rid(server: Misbehavin
 
 @pytest.mark.parametrize(("failure", "cause"), [(server_error, "out of memory"), (garbage, "not JSON"), (wrong_lengths, "2 output_ids")])
 async def test_a_lasting_failure_names_engine_request_and_cause(
-    server: Misbehaving, client: EngineClient, failure: Behaviour, cause: str
+    server: Misbehaving, client: EngineClient, failure: Behavior, cause: str
 ) -> None:
     server.script = [failure] * 3
     with pytest.raises(EngineError) as caught:
@@ -294,7 +294,7 @@ async def test_a_group_sends_requests_in_turn(server: Misbehaving) -> None:
     await group.close()
 
 
-async def test_weights_are_labelled_with_version_and_engine() -> None:
+async def test_weights_are_labeled_with_version_and_engine() -> None:
     labels: list[str] = []
 
     async def update(request: web.Request) -> web.Response:

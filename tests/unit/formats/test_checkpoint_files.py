@@ -11,7 +11,7 @@ from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.formats.checkpoint_files import TENSORS, copy_model_files, other_files
-from fuligo.formats.hugging_face import is_quantised
+from fuligo.formats.hugging_face import is_quantized
 from fuligo.trainer.ranks.world import World
 from tests.fp8 import save_family
 
@@ -38,10 +38,10 @@ def test_no_weights_in_any_format(tmp_path: Path):
     assert {file.name for file in other_files(tmp_path)} == kept
 
 
-def test_an_export_with_the_files_of_an_fp8_checkpoint_is_not_quantised_either(tmp_path: Path):
+def test_an_export_with_the_files_of_an_fp8_checkpoint_is_not_quantized_either(tmp_path: Path):
     source, fp8 = save_family(tmp_path / "source", "qwen3"), tmp_path / "fp8"
     convert(plan_hf_to_fp8(["--model-dir", str(source), "--save-dir", str(fp8)]), lambda _: None)
     hf_to_dist(source, tmp_path / "dist", World())
     dist_to_hf(tmp_path / "dist" / "release", tmp_path / "export", model=fp8)
-    assert not is_quantised(tmp_path / "export")
+    assert not is_quantized(tmp_path / "export")
     assert not [result for result in compare(source, tmp_path / "export") if result.difference]

@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from fuligo.formats.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantised, read_shapes
+from fuligo.formats.hugging_face import DamagedFileError, architecture_difference, checkpoint_problems, is_quantized, read_shapes
 from tests import tiny
 
 
@@ -155,7 +155,7 @@ def test_architectures_are_compared(whole: Path, copy: Path) -> None:
         architecture_difference(whole, copy)
 
 
-def test_quantised_checkpoints_are_known(copy: Path) -> None:
-    assert not is_quantised(copy)
+def test_quantized_checkpoints_are_known(copy: Path) -> None:
+    assert not is_quantized(copy)
     edit_config(copy, quantization_config={"quant_method": "fp8"})
-    assert is_quantised(copy)
+    assert is_quantized(copy)

@@ -14,7 +14,7 @@ from tests import tiny
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "quantised", "tolerance"),
+    ("family", "precision", "quantized", "tolerance"),
     [
         ("qwen3", "fp32", False, FP32_TOLERANCE),
         ("qwen3", "bf16", False, BF16_TOLERANCE),
@@ -25,9 +25,9 @@ from tests import tiny
     ],
 )
 def test_rounding_explains_more_where_it_is_amplified(
-    tmp_path: Path, family: str, precision: str, quantised: bool, tolerance: float
+    tmp_path: Path, family: str, precision: str, quantized: bool, tolerance: float
 ) -> None:
-    sizes = cast(Any, tiny.model(family)).config.to_dict() | ({"quantization_config": {"quant_method": "fp8"}} if quantised else {})
+    sizes = cast(Any, tiny.model(family)).config.to_dict() | ({"quantization_config": {"quant_method": "fp8"}} if quantized else {})
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     config = parse(["--hf-checkpoint", str(tmp_path), "--rollout-backend", "sglang", "--precision", precision, "--device", "cpu"]).config
     proof = _proof(config, cast(Trainer, None))

@@ -13,7 +13,7 @@ from fuligo.config.command_line import parse
 from fuligo.convert.fp8 import convert
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
 from fuligo.errors import ConfigError
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.quantization import EngineQuantization
 from fuligo.formats.weight_manifest import AS_CHECKPOINT
 from fuligo.job.trainer_settings import Device, trainer_settings
 from fuligo.layout.megatron import layout_of
@@ -141,7 +141,7 @@ def test_every_flag_reaches_its_setting(bf16: Path, fp8: Path, tmp_path: Path):
 def test_sglang_on_an_fp8_checkpoint_gets_its_format_and_the_trainer_starts_elsewhere(bf16: Path, fp8: Path):
     settings = settings_of(fp8, bf16, "--rollout-backend", "sglang")
     assert settings.initial_weights == bf16
-    assert settings.engine_format.quantisation == EngineQuantisation.read(fp8) is not None
+    assert settings.engine_format.quantization == EngineQuantization.read(fp8) is not None
     assert settings.sync_dtype is None  # that of config.json, as the converter finds it
 
 
@@ -149,7 +149,7 @@ def test_sglang_on_a_bf16_checkpoint_gets_tensors_as_checkpoints_have_them(bf16:
     assert settings_of(bf16, bf16, "--rollout-backend", "sglang").engine_format == AS_CHECKPOINT
 
 
-def test_the_embedded_engine_computes_with_dequantised_fp8_weights(bf16: Path, fp8: Path):
+def test_the_embedded_engine_computes_with_dequantized_fp8_weights(bf16: Path, fp8: Path):
     assert settings_of(fp8, bf16).engine_format == AS_CHECKPOINT
 
 

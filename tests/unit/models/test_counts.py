@@ -140,7 +140,7 @@ def test_fp8_checkpoint_has_the_published_size() -> None:
     model = architecture("glm5.2-744b", "model-fp8")
     layers = (*model.layers, *model.mtp_layers)
     parts = (*model.outer_parts, *(part for layer in layers for part in layer.parts))
-    weights = sum(part.num_parameters * (1 if part.quantisable else 2) for part in parts)
+    weights = sum(part.num_parameters * (1 if part.quantizable else 2) for part in parts)
     biases = 4 * sum(layer.num_buffer_elements for layer in layers)
 
     def scales(rows: int, columns: int) -> int:

@@ -32,10 +32,10 @@ def test_the_checkpoint_says_what_both_run(tmp_path: Path) -> None:
     assert find_architectures(config) == (architecture_of(QWEN3), architecture_of(QWEN3))
 
 
-def test_a_quantised_checkpoint_is_served_and_not_trained(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_served_and_not_trained(tmp_path: Path) -> None:
     config = config_of(model={"hf_checkpoint": checkpoint(tmp_path / "fp8", **FP8)})
     trained, served = find_architectures(config)
-    assert (trained.is_quantised, served.is_quantised) == (False, True)
+    assert (trained.is_quantized, served.is_quantized) == (False, True)
     assert trained.layers == served.layers
 
 

@@ -21,7 +21,7 @@ from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import TENSORS, record_dtypes
 from fuligo.formats.hugging_face import is_trainable, read_config_json
-from fuligo.formats.quantisation import EngineQuantisation
+from fuligo.formats.quantization import EngineQuantization
 from fuligo.formats.weight_manifest import EngineAddress, EngineFormat, WeightTarget
 from fuligo.layout.flops import forward_flops
 from fuligo.models.adapter import add_adapter, linear_layers
@@ -153,7 +153,7 @@ def mxfp4(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
     """Return [experts, inputs, outputs] as the format defines them: e2m1 numbers, the lower half of a byte first, times 2^(s - 127)."""
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     bits = np.stack([blocks.numpy() & 15, blocks.numpy() >> 4], axis=-1).reshape(*blocks.shape[:3], 32)
@@ -171,7 +171,7 @@ def test_mxfp4_becomes_bfloat16_as_the_format_defines_it(mxfp4: Path, tmp_path: 
         if name in stored:
             assert torch.equal(tensor, stored[name])
         else:  # four bits and a power of two are exact in bfloat16
-            assert (tensor.double().numpy() == dequantised(stored[f"{name}_blocks"], stored[f"{name}_scales"])).all()
+            assert (tensor.double().numpy() == dequantized(stored[f"{name}_blocks"], stored[f"{name}_scales"])).all()
     config = read_config_json(tmp_path / "bf16")
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     with pytest.raises(CheckpointError, match="states no quantization"):
@@ -190,7 +190,7 @@ def test_mxfp4_becomes_bfloat16_as_the_format_defines_it(mxfp4: Path, tmp_path: 
 def test_mxfp4_is_trained_from_but_not_synced_to(mxfp4: Path, checkpoint: Path, tmp_path: Path) -> None:
     assert is_trainable(mxfp4) and architecture_of(read_config_json(mxfp4)).is_mxfp4
     with pytest.raises(ConfigError, match=r"let them serve bfloat16: fuligo convert mxfp4-to-bf16 --hf-checkpoint .* --save DIR"):
-        EngineQuantisation.read(mxfp4)
+        EngineQuantization.read(mxfp4)
     with pytest.raises(ConfigError, match="experts of a gpt_oss model are not supported in FP8"):
         plan_hf_to_fp8(["--model-dir", str(checkpoint), "--save-dir", str(tmp_path / "fp8")])
 

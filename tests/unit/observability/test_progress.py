@@ -207,7 +207,7 @@ def test_the_mode_fits_the_console(mode: str, terminal: bool, kind: type) -> Non
     assert type(open_progress(mode, "demo", 3, console=console)) is kind  # type: ignore[arg-type]
 
 
-def test_before_after_table_is_readable_without_colours() -> None:
+def test_before_after_table_is_readable_without_colors() -> None:
     def answered(*responses: tuple[str, float]) -> list[SampleGroup]:
         prompts, ids = (("What is\n17 + 25?", "42"), ("And 1 + 1?", "2")), np.zeros(1, np.int32)
         samples = [

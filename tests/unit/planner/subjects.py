@@ -61,7 +61,7 @@ def subject_of(flags: str, model: str, gpu_name: str = "h100-80", engines: str |
     """Return a subject from flags as typed; `engines` is the engines' model if different."""
     config = parse([*DATA.split(), *flags.split()]).config
     trained = facts(model)
-    return Subject(config, replace(trained, is_quantised=False), facts(engines) if engines else trained, gpu(gpu_name))
+    return Subject(config, replace(trained, is_quantized=False), facts(engines) if engines else trained, gpu(gpu_name))
 
 
 def glm52(tmp_path: Path) -> Subject:

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from fuligo.config.command_line import parse
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.formats.quantised_base import BasePrecision, QuantisedBase
+from fuligo.formats.quantized_base import BasePrecision, QuantizedBase
 from fuligo.layout.adapter import AdapterShape
 from fuligo.models.adapter import adapter_tensors, add_adapter, linear_layers
 from fuligo.models.adapter_names import AdapterNames
 from fuligo.models.experts_adapter import has_plain_matrices, stacked_experts
-from fuligo.models.quantised_linear import quantise_base, quantised_weights
+from fuligo.models.quantized_linear import quantize_base, quantized_weights
 from fuligo.models.registry import architecture_of, family_of, names_of
 from fuligo.planner.gpus import gpu
 from fuligo.planner.layout import make_layout
@@ -142,9 +142,9 @@ def test_a_quantized_base_has_the_bytes_of_a_real_one(precision: BasePrecision, 
     architecture = architecture_of(model.config.to_dict())
     config = AdapterConfig(rank=4, alpha=8.0)
     add_adapter(model, config, seed=0)
-    quantise_base(model, QuantisedBase(precision, "bfloat16"), torch.device("cpu"))
+    quantize_base(model, QuantizedBase(precision, "bfloat16"), torch.device("cpu"))
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    held = [tensor for layer in quantised_weights(model).values() for tensor in (layer.packed, layer.scales)]
+    held = [tensor for layer in quantized_weights(model).values() for tensor in (layer.packed, layer.scales)]
     planned = items(subject(architecture, config, f"--lora-base-precision {precision}"))
     assert planned["weights"] == 2 * sum(parameter.numel() for parameter in frozen) + size(held)
     two = items(subject(architecture, config, f"--lora-base-precision {precision} --actor-num-gpus-per-node 2 --rollout-num-gpus 2"))

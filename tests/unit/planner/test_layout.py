@@ -162,7 +162,7 @@ def test_a_placeholder_keeps_gpus_free(tmp_path: Path) -> None:
     assert "2 GPUs kept free" in text.getvalue()
 
 
-def test_attention_replicas_of_an_engine_are_neighbours() -> None:
+def test_attention_replicas_of_an_engine_are_neighbors() -> None:
     layout = make_layout(subject_of(GLM45_BF16, "glm4.5-355b"))
     first = [gpu.engine for gpu in layout.gpus[:32]]
     assert [engine.dp for engine in first if engine] == [n for n in range(4) for _ in range(8)]

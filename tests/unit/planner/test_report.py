@@ -37,7 +37,7 @@ def test_no_line_is_wider_than_the_terminal(make: Callable[[], Plan], width: int
     assert max(map(len, report(make(), width).splitlines())) <= width
 
 
-def test_no_colour_codes_without_a_terminal():
+def test_no_color_codes_without_a_terminal():
     assert "\x1b" not in report(plan_of_64())
     assert "\x1b[" in report(plan_of_64(), terminal=True)
 

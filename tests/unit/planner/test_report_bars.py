@@ -2,7 +2,7 @@
 
 from fuligo.planner.report import Palette, span_bar, stacked_bar
 
-PALETTE = Palette(("weights", "optimizer", "graphs", "gradients", "weird"), coloured=False)
+PALETTE = Palette(("weights", "optimizer", "graphs", "gradients", "weird"), colored=False)
 
 
 def test_every_name_has_a_letter_of_its_own():
@@ -35,6 +35,6 @@ def test_a_span_stands_where_it_happens_and_never_vanishes():
     assert span_bar("weights", 100, 0, 100, 20, PALETTE).plain == " " * 19 + "w"
 
 
-def test_colour_needs_no_letters():
-    coloured = Palette(("weights",), coloured=True)
-    assert coloured.run("weights", 3).plain == "███"
+def test_color_needs_no_letters():
+    colored = Palette(("weights",), colored=True)
+    assert colored.run("weights", 3).plain == "███"

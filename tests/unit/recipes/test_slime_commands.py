@@ -11,7 +11,7 @@ from fuligo.config import Config
 from fuligo.config.command_line import parse, read_command_line
 from fuligo.config.findings import Severity
 from fuligo.convert.fp8_plan import plan_hf_to_fp8
-from fuligo.formats.quantisation import Quantisation
+from fuligo.formats.quantization import Quantization
 from fuligo.planner.conversion import plan_hf_to_dist
 from fuligo.planner.make_plan import make_plan
 from tests.config_files import load_yaml
@@ -196,4 +196,4 @@ def test_conversions_to_distributed_checkpoints_plan(script: str, model: str, wo
 def test_the_conversion_of_glm45_to_fp8_plans():
     flags = "--save-dir /shared/GLM-4.5-355B-A32B-FP8/ --strategy block --block-size 128 128 --max-workers 4"
     plan = plan_hf_to_fp8(["--model-dir", str(EXAMPLES / "glm4.5-355b" / "model"), *flags.split()])
-    assert (plan.quantisation, plan.num_workers) == (Quantisation("block", (128, 128)), 4)
+    assert (plan.quantization, plan.num_workers) == (Quantization("block", (128, 128)), 4)

@@ -49,7 +49,7 @@ def test_every_token_sees_exactly_its_own_sequence_up_to_itself(lengths, window,
 
 
 @pytest.mark.parametrize("lengths", [[5] * 7, [3, 3, 4, 4, 4, 6]])
-def test_equal_neighbours_share_one_kernel_call(lengths, monkeypatch):
+def test_equal_neighbors_share_one_kernel_call(lengths, monkeypatch):
     calls = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(a[0].shape) or sdpa(*a, **k))

@@ -99,7 +99,7 @@ def test_every_flag_reaches_its_setting():
         assert {name for name in names if getattr(given, name) == getattr(default, name)} == set(), "no flag was given for these"
 
 
-def test_a_reward_hook_replaces_normalisation(tmp_path):
+def test_a_reward_hook_replaces_normalization(tmp_path):
     (tmp_path / "rewards.py").write_text("def processed(args, samples):\n    return [], []\n")
     reward = {"custom_reward_post_process_path": f"{tmp_path}/rewards.py:processed"}
     settings = advantage_settings(Config.model_validate({"reward": reward, "algorithm": {"normalize_advantages": True}}))

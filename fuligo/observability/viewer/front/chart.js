@@ -40,7 +40,7 @@ class Chart {
     charts.add(this);
   }
 
-  // series: [{name, colour, points, smooth}]
+  // series: [{name, color, points, smooth}]
   show(series, { kind = "step", log = false, range = null, bands = [] } = {}) {
     Object.assign(this, { series, kind, log, range, bands });
     this.draw();
@@ -142,10 +142,10 @@ class Chart {
     return this.lines.flatMap((one) => {
       const dots =
         one.points.length < 3
-          ? one.points.map((point) => svg("circle", { class: "dot", ...one.colour, cx: x(point.x), cy: y(point.y), r: 3 }))
+          ? one.points.map((point) => svg("circle", { class: "dot", ...one.color, cx: x(point.x), cy: y(point.y), r: 3 }))
           : [];
-      const main = svg("path", { class: "line", ...one.colour, d: path(one.smooth.length ? one.smooth : one.points) });
-      return [one.smooth.length ? svg("path", { class: "line faint", ...one.colour, d: path(one.points) }) : null, main, ...dots].filter(
+      const main = svg("path", { class: "line", ...one.color, d: path(one.smooth.length ? one.smooth : one.points) });
+      return [one.smooth.length ? svg("path", { class: "line faint", ...one.color, d: path(one.points) }) : null, main, ...dots].filter(
         Boolean,
       );
     });
@@ -167,7 +167,7 @@ class Chart {
     const at = this.axis.x(near[0].point.x);
     this.marker.append(svg("line", { x1: at, x2: at, y1: top, y2: height - bottom }));
     for (const { one, point } of near) {
-      this.marker.append(svg("circle", { class: "dot", ...one.colour, cx: this.axis.x(point.x), cy: this.axis.y(point.y), r: 3.5 }));
+      this.marker.append(svg("circle", { class: "dot", ...one.color, cx: this.axis.x(point.x), cy: this.axis.y(point.y), r: 3.5 }));
     }
     this.value.textContent = near.length === 1 ? this.format(near[0].point.y) : "";
   }
@@ -202,7 +202,7 @@ class Chart {
     if (!near.length) return;
     const lines = near.map(({ one, point, raw }) => {
       const exact = raw && raw.y !== point.y ? ` (${this.format(raw.y)})` : "";
-      return tipLine(one.colour, `${near.length > 1 ? `${one.name}  ` : ""}${this.format(point.y)}${exact}`);
+      return tipLine(one.color, `${near.length > 1 ? `${one.name}  ` : ""}${this.format(point.y)}${exact}`);
     });
     showTooltip([`${AXES[this.kind]} ${axisText(this.kind, near[0].point.x)}`, ...lines], clientX, clientY);
   }

@@ -14,7 +14,7 @@ function setChoice(label, of, choose) {
 }
 
 const notes = (texts) => (texts.length ? element("ul.notes", texts.map((text) => element("li", text))) : null);
-const tipLine = (colour, text) => element("span.tip-line", swatch(colour), text);
+const tipLine = (color, text) => element("span.tip-line", swatch(color), text);
 const empty = (text) => element("p.empty", text);
 const pill = (text, kind = "") => element("span", { class: `pill ${kind}` }, text);
 // Text with the numbers of read and of recorded steps; empty once all are read.

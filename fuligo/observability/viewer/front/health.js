@@ -50,7 +50,7 @@ class Health extends View {
       const bands = health.alarms
         .filter((alarm) => alarm.key === key)
         .map((alarm) => ({ first: alarm.first_step, last: alarm.last_step, severity: alarm.severity }));
-      return [[{ name: run.name, colour: runColour(run.name), points: curve(run, key, "step"), smooth: [] }], { bands }];
+      return [[{ name: run.name, color: runColor(run.name), points: curve(run, key, "step"), smooth: [] }], { bands }];
     });
     this.log.replaceChildren(
       ...(health.log.length

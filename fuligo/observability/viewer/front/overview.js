@@ -114,7 +114,7 @@ class Overview extends View {
       .map((run) => {
         const points = curve(run, key, kind);
         const few = key.startsWith("eval/") || points.length < 4;
-        return { name: run.name, colour: runColour(run.name), points, smooth: smoothing > 0 && !few ? smoothed(points, smoothing) : [] };
+        return { name: run.name, color: runColor(run.name), points, smooth: smoothing > 0 && !few ? smoothed(points, smoothing) : [] };
       })
       .filter(({ points }) => points.length);
     return [series, { kind, log, range }];
@@ -160,7 +160,7 @@ class Overview extends View {
         element(
           "label.check",
           element("input", { type: "checkbox", checked: !hidden.has(run.name), onchange: (event) => showRun(run.name, event.target.checked) }),
-          swatch(runColour(run.name)),
+          swatch(runColor(run.name)),
           run.name,
         ),
       ),

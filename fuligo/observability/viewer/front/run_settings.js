@@ -15,7 +15,7 @@ class RunSettings {
 
   async showDifferences(names) {
     const { rows } = await ask("differences", { run: names });
-    const heads = names.map((name) => [swatch(runColour(name)), name]);
+    const heads = names.map((name) => [swatch(runColor(name)), name]);
     this.node.replaceChildren(
       element("h2", "Settings that differ"),
       rows.length ? settingsTable(heads, rows) : empty("None. These runs have the same settings."),

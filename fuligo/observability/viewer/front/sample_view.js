@@ -23,7 +23,7 @@ class SampleView {
       return;
     }
     if (sample === undefined || this.shown !== key) return;
-    const tokens = new TokenView(sample.tokens, (colour) => go({ colour }, { quietly: true }));
+    const tokens = new TokenView(sample.tokens, (color) => go({ color }, { quietly: true }));
     refill(
       this.node,
       this.bar(`Sample ${sample.index}`),
@@ -180,7 +180,7 @@ class SampleView {
           "div.other-run",
           element(
             "p.soft",
-            swatch(runColour(name)),
+            swatch(runColor(name)),
             ` ${name}, ${of === "eval" ? `after ${count(step, "rollout")}` : `step ${step}`}: mean reward ${figure(meanReward(members), 3)}`,
           ),
           sideBySide(
@@ -223,7 +223,7 @@ class SampleView {
         }),
       ),
     );
-    this.history.show([{ name: "reward", colour: runColour(run.name), points, smooth: [] }], {});
+    this.history.show([{ name: "reward", color: runColor(run.name), points, smooth: [] }], {});
   }
 
   rest(sample) {

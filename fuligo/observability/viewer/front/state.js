@@ -4,7 +4,7 @@ const RUN_HUES = [265, 25, 155, 75, 320, 200, 110, 350];
 const POLL_MS = 1000;
 let runs = [];
 
-const runColour = (name) => {
+const runColor = (name) => {
   const at = runs.findIndex((run) => run.name === name);
   return { "--hue": RUN_HUES[Math.max(0, at) % RUN_HUES.length] };
 };

@@ -52,7 +52,7 @@ class Time extends View {
       ? `${count(data.steps.length, "step")} in ${duration(total)}; largest cause: ${longest} (${share(sum(data.causes[longest]) / total)}). Select a step with a click or the arrow keys.${data.trace_read < 1 ? ` ${share(data.trace_read)} of the trace is read.` : ""}`
       : "The metrics contain no times.";
     this.legend.replaceChildren(
-      ...names.map((name) => element("li", swatch(causeColour(name)), `${name} ${share(sum(data.causes[name]) / total, 1)}`)),
+      ...names.map((name) => element("li", swatch(causeColor(name)), `${name} ${share(sum(data.causes[name]) / total, 1)}`)),
     );
     await this.loadStep(run, step);
   }
@@ -85,10 +85,10 @@ class Time extends View {
   causes(found) {
     const total = sum(found.causes.map((cause) => cause.seconds));
     const rows = found.causes.map((cause) => [
-      rowTitle(swatch(causeColour(cause.name)), cause.name),
+      rowTitle(swatch(causeColor(cause.name)), cause.name),
       numberCell(fine(cause.seconds)),
       numberCell(share(cause.seconds / total, 1)),
-      element("td.bar-cell", element("div.share-bar", { "--width": percent(cause.seconds / total), ...causeColour(cause.name) })),
+      element("td.bar-cell", element("div.share-bar", { "--width": percent(cause.seconds / total), ...causeColor(cause.name) })),
       element("td.note", CAUSE_TEXTS[cause.name] ?? ""),
     ]);
     const all = [rowTitle("All"), numberCell(fine(total)), numberCell(share(total / found.duration_s, 1)), element("td"), element("td")];

@@ -29,7 +29,7 @@ const CAUSE_TEXTS = {
   record: "samples and metrics are written",
   "between phases": "no phase in progress: the driver itself",
 };
-function causeColour(name) {
+function causeColor(name) {
   if (name === "between phases") return { "--hue": 260, "--chroma": 0.005 };
   const known = CAUSE_HUES[name];
   return {
@@ -99,7 +99,7 @@ class StepBars {
           parts.push(
             svg("rect", {
               class: "cause",
-              ...causeColour(this.names[at]),
+              ...causeColor(this.names[at]),
               x: left + bin * barWidth,
               y,
               width: Math.max(0.6, barWidth - (barWidth > 4 ? 1 : 0)),
@@ -144,7 +144,7 @@ class StepBars {
       [
         `step ${this.data.steps[at]}: ${seconds(total)}`,
         ...parts.map((name) =>
-          tipLine(causeColour(name), `${name} ${fine(this.data.causes[name][at])}, ${share(this.data.causes[name][at] / total)}`),
+          tipLine(causeColor(name), `${name} ${fine(this.data.causes[name][at])}, ${share(this.data.causes[name][at] / total)}`),
         ),
       ],
       x,
@@ -204,7 +204,7 @@ function lane(label, phases, length) {
     return withTooltip(
       element(
         "div",
-        { class: `phase ${phase.failed ? "failed" : ""}`, "--left": percent(from), "--width": percent(to - from), ...causeColour(phase.name) },
+        { class: `phase ${phase.failed ? "failed" : ""}`, "--left": percent(from), "--width": percent(to - from), ...causeColor(phase.name) },
         to - from > 0.06 ? element("span", name) : null,
       ),
       () => [

@@ -4,7 +4,7 @@ const PARTS = 256; // tokens per paragraph; paragraphs out of sight are not laid
 // least: full color means at least this value, so that noise stays pale. needs: columns that must be recorded; default: the key.
 const BOTH = ["engine_logprobs", "trainer_logprobs"];
 const TEACHER = ["teacher_logprobs", "trainer_logprobs"];
-const COLOURS = [
+const COLORS = [
   { key: "diff", title: "Difference", least: 0.01, needs: BOTH, signed: true, lead: "engine minus trainer log-probability, nats" },
   { key: "engine_logprobs", title: "Engine", least: 0.5, lead: "negative log-probability of the engine, nats" },
   { key: "trainer_logprobs", title: "Trainer", least: 0.5, lead: "negative log-probability of the trainer, nats" },
@@ -33,7 +33,7 @@ class TokenView {
     this.tokens = tokens;
     const isRecorded = (name) => tokens[name]?.length === tokens.ids.length;
     const isShown = (key) => key !== "engines" || chosenRun().engines.length > 1;
-    this.available = COLOURS.filter(({ key, needs = [key] }) => needs.every(isRecorded) && isShown(key));
+    this.available = COLORS.filter(({ key, needs = [key] }) => needs.every(isRecorded) && isShown(key));
     this.facts = element("div.token-facts", { "aria-live": "polite" });
     this.legend = element("div.token-legend");
     this.text = element("div.tokens", { tabindex: 0, role: "group", "aria-label": "Tokens of the response: arrow keys move" });
@@ -44,7 +44,7 @@ class TokenView {
     this.text.addEventListener("pointerover", (event) => this.over(event));
     this.text.addEventListener("click", (event) => event.target.dataset.at && this.mark(Number(event.target.dataset.at)));
     this.text.addEventListener("keydown", (event) => this.key(event));
-    this.colour(param("colour"));
+    this.color(param("color"));
     this.tell(null);
   }
 
@@ -60,23 +60,23 @@ class TokenView {
       this.text.before(element("p.soft", "The tokenizer is not on this machine: tokens are shown by their ids."));
   }
 
-  colour(wanted) {
+  color(wanted) {
     const chosen = this.available.find(({ key }) => key === wanted) ?? this.available[0];
     if (!chosen) {
       this.choice.replaceChildren(empty("The run recorded no values per token."));
       return;
     }
     const options = this.available.map(({ key, title }) => [key, title]);
-    const choose = (key) => (this.onchoose(key), this.recolour(key));
-    this.choice.replaceChildren(choice("Color by", "colour", options, chosen.key, choose));
-    this.recolour(chosen.key);
+    const choose = (key) => (this.onchoose(key), this.recolor(key));
+    this.choice.replaceChildren(choice("Color by", "color", options, chosen.key, choose));
+    this.recolor(chosen.key);
   }
 
-  recolour(key) {
-    const chosen = COLOURS.find((one) => one.key === key);
+  recolor(key) {
+    const chosen = COLORS.find((one) => one.key === key);
     const values = tokenValues(this.tokens, key);
-    this.text.dataset.colour = key;
-    if (key === "versions" || key === "engines") return this.colourKinds(values, chosen, key === "versions" ? "version" : "engine");
+    this.text.dataset.color = key;
+    if (key === "versions" || key === "engines") return this.colorKinds(values, chosen, key === "versions" ? "version" : "engine");
     // Tokens that the policy did not sample (tool output, later turns) have no place on the scale.
     const given = this.tokens.mask && key !== "mask" ? this.tokens.mask.map((trained) => !trained) : [];
     const known = values.filter((value, at) => value !== null && !given[at]).map(Math.abs);
@@ -110,16 +110,16 @@ class TokenView {
   }
 
   // Color values that are categories, one color each.
-  colourKinds(values, chosen, noun) {
+  colorKinds(values, chosen, noun) {
     const kinds = [...new Set(values.filter((value) => value !== null))].sort((a, b) => a - b);
-    const colour = (kind) => ({ "--hue": RUN_HUES[kinds.indexOf(kind) % RUN_HUES.length] });
+    const color = (kind) => ({ "--hue": RUN_HUES[kinds.indexOf(kind) % RUN_HUES.length] });
     this.cells.forEach((cell, at) => {
       cell.className = `token ${values[at] === null ? "unknown" : "kind"}`;
-      if (values[at] !== null) cell.style.setProperty("--hue", colour(values[at])["--hue"]);
+      if (values[at] !== null) cell.style.setProperty("--hue", color(values[at])["--hue"]);
     });
     this.legend.replaceChildren(
       ...kinds.map((kind) =>
-        element("span.key", swatch(colour(kind)), `${noun} ${kind}: ${count(values.filter((one) => one === kind).length, "token")}`),
+        element("span.key", swatch(color(kind)), `${noun} ${kind}: ${count(values.filter((one) => one === kind).length, "token")}`),
       ),
       element("span.soft", chosen.lead),
     );

@@ -30,7 +30,7 @@ class StoredWeights:
     def __init__(self, directory: Path, names: ModelNames, num_mtp_layers: int) -> None:
         self._directory = directory
         self._names = names
-        if names.architecture.is_quantised:
+        if names.architecture.is_quantized:
             raise CheckpointError(f"cannot train {directory}: its weights are quantized; use the checkpoint in bf16")
         if num_mtp_layers > (num_stored := len(names.architecture.mtp_layers)):
             raise CheckpointError(f"--mtp-num-layers {num_mtp_layers}: {directory} has {count(num_stored, 'MTP layer')}; lower the flag")

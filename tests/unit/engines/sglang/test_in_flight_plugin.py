@@ -146,7 +146,7 @@ def test_a_bucket_without_version_changes_nothing(scheduler: Scheduler) -> None:
     assert request.customized_info is None
 
 
-def test_an_update_after_an_abort_is_labelled_only_if_others_were(scheduler: Scheduler) -> None:
+def test_an_update_after_an_abort_is_labeled_only_if_others_were(scheduler: Scheduler) -> None:
     scheduler._engine_paused = False
     scheduler.update("4")
     assert scheduler.add(Request()).customized_info is None

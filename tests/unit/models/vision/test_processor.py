@@ -90,7 +90,7 @@ def test_a_file_of_too_many_bytes_is_refused(processor, monkeypatch):
 
 
 def test_the_first_frame_of_an_animation_is_seen(processor):
-    frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
+    frames = [Image.new("RGB", (32, 32), color) for color in ("red", "blue")]
     for file_format in ("GIF", "WEBP", "PNG"):
         data = encoded(frames[0], file_format, save_all=True, append_images=frames[1:])
         assert patches_of(processor, data)[:, :16].mean() > 0.9, file_format  # the red channel

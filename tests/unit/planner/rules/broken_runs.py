@@ -64,7 +64,7 @@ class Run:
     """Changes that have no flag: engine groups."""
     trainer_model: Mapping[str, Any] = field(default_factory=dict)
     engine_model: Mapping[str, Any] = field(default_factory=dict)
-    quantisation: Mapping[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
     config_json: Mapping[str, Any] | None = None
     """Changes of the trained model's config.json."""
     teacher: str | None = None
@@ -77,9 +77,9 @@ class Run:
         dispatcher = "--moe-token-dispatcher-type alltoall " if "glm4.7" in self.recipe else ""
         config = parse(["--config", str(EXAMPLES / self.recipe), *shlex.split(dispatcher + self.flags)]).config
         subject = read_subject(apply_changes(config, self.changes) if self.changes else config, self.gpu)
-        if self.quantisation is not None:
+        if self.quantization is not None:
             assert subject.engine_config_json is not None
-            values = {**subject.engine_config_json.values, "quantization_config": self.quantisation}
+            values = {**subject.engine_config_json.values, "quantization_config": self.quantization}
             subject = replace(subject, engine_config_json=replace(subject.engine_config_json, values=values))
         if self.config_json is not None:
             assert subject.trainer_config_json is not None
@@ -115,14 +115,14 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(DENSE, "--num-experts 8"),
         Run(DENSE, "--qk-layernorm"),
     ),
-    "PLAN-QUANTISED-WEIGHTS": (
+    "PLAN-QUANTIZED-WEIGHTS": (
         Run(FP8, changes=(Change(("checkpoint", "ref_load"), None),)),
         Run(FP8, changes=(Change(("checkpoint", "ref_load"), None), Change(("checkpoint", "load"), None))),
     ),
     "PLAN-MXFP4-ENGINES": (Run(DENSE, engine_model={"is_mxfp4": True}),),
-    "PLAN-QUANTISED-ENGINES": (
-        Run(DENSE, quantisation={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
-        Run(DENSE, quantisation={"quant_method": "fp8"}),
+    "PLAN-QUANTIZED-ENGINES": (
+        Run(DENSE, quantization={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+        Run(DENSE, quantization={"quant_method": "fp8"}),
     ),
     "PLAN-HARMONY-REWARD": (Run("gpt-oss-20b/config.yaml", "--rm-type deepscaler"),),
     "PLAN-PREFIX-MODEL": (
@@ -131,7 +131,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     ),
     "PLAN-EXACT-MODEL": (
         Run(ON_CPU, "--exact-on-policy", config_json={"model_type": "glm4_moe"}),
-        Run(ON_CPU, "--exact-on-policy", quantisation={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        Run(ON_CPU, "--exact-on-policy", quantization={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         Run(ON_CPU, EXACT_ON_TWO, config_json={"model_type": "qwen3_moe", "mlp_only_layers": [0]}),
     ),
     "PLAN-EXACT-WIDTHS": (
@@ -296,7 +296,7 @@ BROKEN: dict[str, tuple[Run, ...]] = {
         Run(FP8, changes=(Change(("cluster", "env", "NVSHMEM_DISABLE_NCCL"), None),)),
         Run(LARGE, """--env '{"NVSHMEM_DISABLE_NCCL": "0"}'"""),
     ),
-    "PLAN-DEEPEP-FP8-CHANNEL": (Run(FP8, "--debug-rollout-only", quantisation={"quant_method": "compressed-tensors"}),),
+    "PLAN-DEEPEP-FP8-CHANNEL": (Run(FP8, "--debug-rollout-only", quantization={"quant_method": "compressed-tensors"}),),
     "PLAN-FP8-BLOCKS": (Run(FP8, "--sglang-moe-a2a-backend none --sglang-ep-size 1"),),
     "PLAN-SPEC-ALGORITHM": (Run(DRAFTS, "--sglang-speculative-algorithm EAGEL"),),
     "PLAN-SPEC-NO-EFFECT": (Run(DRAFTS, changes=(Change(("sglang", "speculative_algorithm"), None),)),),

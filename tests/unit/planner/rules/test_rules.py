@@ -13,9 +13,9 @@ from tests.unit.planner.rules.broken_runs import BROKEN, DENSE, DRAFTS, EXAMPLES
 
 _IDS = [rule.id for rule in RULES]
 _ADVICE_ONLY = {
-    "PLAN-QUANTISED-WEIGHTS",
+    "PLAN-QUANTIZED-WEIGHTS",
     "PLAN-MXFP4-ENGINES",
-    "PLAN-QUANTISED-ENGINES",
+    "PLAN-QUANTIZED-ENGINES",
     "PLAN-CHECKPOINT-GPU",
     "PLAN-TORCH-ONLY",
     "PLAN-MEGATRON-ONLY",

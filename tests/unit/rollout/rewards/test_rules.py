@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuligo.config.groups import RewardFlags
 from fuligo.errors import ConfigError
 from fuligo.rollout.rewards import RULES, RewardRunner, find_rule
-from fuligo.rollout.rewards.dapo import dapo_reward, normalise
+from fuligo.rollout.rewards.dapo import dapo_reward, normalize
 from fuligo.rollout.rewards.rules import f1_score
 from fuligo.types import SampleGroup, SampleStatus
 
@@ -90,7 +90,7 @@ async def test_rewards_follow_their_rules(cases: list[tuple[str, str, Any, Any]]
     ],
 )
 def test_dapo_compares_answers_without_units_and_markup(answer: str, normal: str) -> None:
-    assert normalise(answer) == normal
+    assert normalize(answer) == normal
 
 
 @settings(deadline=None)

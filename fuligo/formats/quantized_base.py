@@ -12,11 +12,11 @@ BITS: dict[BasePrecision, int] = {"nf4": 4, "8bit": 8}
 BLOCK_SIZE = 64
 """Number of elements that share one float32 scale."""
 BASE_PRECISION = "base_precision.json"
-"""Name of the JSON file with the fields of `QuantisedBase`, next to `adapter_config.json`; PEFT ignores it."""
+"""Name of the JSON file with the fields of `QuantizedBase`, next to `adapter_config.json`; PEFT ignores it."""
 
 
 @dataclass(slots=True, frozen=True)
-class QuantisedBase:
+class QuantizedBase:
     """Storage format of the matrices of a base model's linear layers and experts."""
 
     precision: BasePrecision
@@ -52,7 +52,7 @@ class QuantisedBase:
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def other_storage(trained_on: QuantisedBase | None, own: QuantisedBase | None) -> str:
+def other_storage(trained_on: QuantizedBase | None, own: QuantizedBase | None) -> str:
     """Return the predicate of an error about an adapter whose base was stored differently: "was trained on ..., but this run's is ..."."""
     theirs, ours = ("not quantized" if base is None else f"in {base.precision}, rounded to {base.dtype}" for base in (trained_on, own))
     return f"was trained on a base {'that was ' if trained_on is None else ''}{theirs}, but this run's is {ours}"

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed import HashStore
 
 from fuligo.formats.adapter_config import AdapterConfig
-from fuligo.formats.quantised_base import BasePrecision, QuantisedBase, stored_bytes
-from fuligo.models.quantised_linear import QuantisedLinear, quantised_weights
+from fuligo.formats.quantized_base import BasePrecision, QuantizedBase, stored_bytes
+from fuligo.models.quantized_linear import QuantizedLinear, quantized_weights
 from fuligo.trainer.ranks.settings import LoraSettings
 from fuligo.trainer.ranks.world import join_world
 from tests import shares, tiny, train_batches
@@ -39,9 +39,9 @@ def lora(precision: BasePrecision) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_layer_is_that_of_the_cpu(precision: BasePrecision, dtype: str) -> None:
     torch.manual_seed(0)
-    linear, base = nn.Linear(768, 512, bias=False), QuantisedBase(precision, dtype)
-    cpu = QuantisedLinear(linear, base)
-    cuda = QuantisedLinear(linear.cuda(), base)
+    linear, base = nn.Linear(768, 512, bias=False), QuantizedBase(precision, dtype)
+    cpu = QuantizedLinear(linear, base)
+    cuda = QuantizedLinear(linear.cuda(), base)
     assert cuda.packed.nbytes + cuda.scales.nbytes == stored_bytes(768 * 512, precision)
     differing = (cuda.weight.cpu() != cpu.weight).float().mean()
     assert differing < 1e-3, "a value between two of the code may be rounded to the other one"
@@ -101,19 +101,19 @@ def test_compiled_layers_compute_the_same(checkpoint: Path) -> None:
 
 def test_offload_and_onload_restore_the_base(checkpoint: Path) -> None:
     rank = worker(checkpoint, "cuda", "bf16", **lora("nf4"))
-    before = {name: layer.weight.cpu() for name, layer in quantised_weights(rank.policy.model).items()}
+    before = {name: layer.weight.cpu() for name, layer in quantized_weights(rank.policy.model).items()}
     rank.offload()
-    assert all(layer.packed.untyped_storage().nbytes() == 0 for layer in quantised_weights(rank.policy.model).values())
+    assert all(layer.packed.untyped_storage().nbytes() == 0 for layer in quantized_weights(rank.policy.model).values())
     rank.onload()
-    for name, layer in quantised_weights(rank.policy.model).items():
+    for name, layer in quantized_weights(rank.policy.model).items():
         assert torch.equal(layer.weight.cpu(), before[name]), name
 
 
 def test_no_dequantized_matrix_outlives_its_product() -> None:
     """A chain of layers keeps packed bytes only: neither pass holds more than a few dequantized matrices at a time."""
     size, count = 2048, 24
-    base = QuantisedBase("nf4", "bfloat16")
-    layers = [QuantisedLinear(nn.Linear(size, size, bias=False, device="cuda", dtype=torch.bfloat16), base) for _ in range(count)]
+    base = QuantizedBase("nf4", "bfloat16")
+    layers = [QuantizedLinear(nn.Linear(size, size, bias=False, device="cuda", dtype=torch.bfloat16), base) for _ in range(count)]
     x = torch.randn(8, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def chain(y: torch.Tensor) -> torch.Tensor:

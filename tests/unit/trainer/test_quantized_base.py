@@ -20,11 +20,11 @@ from fuligo.engines.embedded.model import EngineModel
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, AdapterConfig
 from fuligo.formats.checkpoint_files import checkpoint_weights
-from fuligo.formats.quantised_base import BASE_PRECISION, BasePrecision, QuantisedBase, stored_bytes
+from fuligo.formats.quantized_base import BASE_PRECISION, BasePrecision, QuantizedBase, stored_bytes
 from fuligo.formats.receiver import WeightStore
 from fuligo.formats.stored_experts import StoredExperts
 from fuligo.models.adapter import adapter_tensors, empty_model, lora_layers
-from fuligo.models.quantised_linear import QuantisedLinear, quantisable_weights, quantised_weights, rounded
+from fuligo.models.quantized_linear import QuantizedLinear, quantizable_weights, quantized_weights, rounded
 from fuligo.trainer.objective import LossSettings
 from fuligo.trainer.ranks.settings import LearningRateSchedule, LoraSettings, OptimizerSettings
 from fuligo.trainer.ranks.trainer import LocalTrainer
@@ -69,7 +69,7 @@ def settings_of(base: Path, adapter: Path, precision: BasePrecision | None = "nf
 def with_rounded_weights(base: Path, precision: BasePrecision) -> Any:
     """Return transformers' model with quantized and dequantized linear layers, except the output layer."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    storage = QuantisedBase(precision, "float32")
+    storage = QuantizedBase(precision, "float32")
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             module.weight.data = rounded(module.weight.data, storage)
@@ -129,7 +129,7 @@ def test_log_probabilities_and_gradients_are_those_of_dequantized_weights(base: 
 def test_a_layer_holds_few_bytes_and_is_near_its_matrix(precision: BasePrecision, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(shape[1], shape[0])
-    layer = QuantisedLinear(linear, QuantisedBase(precision, "float32"))
+    layer = QuantizedLinear(linear, QuantizedBase(precision, "float32"))
     assert layer.packed.nbytes + layer.scales.nbytes == stored_bytes(linear.weight.numel(), precision)
     assert list(layer.state_dict()) == ["bias"]
     assert (layer.weight - linear.weight).abs().max() <= LARGEST_ERROR[precision] * linear.weight.abs().max()
@@ -150,8 +150,8 @@ def test_the_engine_samples_from_the_base_that_is_trained(base: Path, adapter: P
     """Engines receive exactly the weights that the trainer computes with, also if these are rounded for the engines."""
     worker = TorchRankWorker(settings_of(base, adapter, precision, sync_dtype=dtype), World())
     sent = dict(worker._adapter_sender._policy.base())  # pyright: ignore[reportOptionalMemberAccess]
-    layers = quantised_weights(worker.policy.model)
-    assert layers.keys() == set(quantisable_weights(empty_model(base)))
+    layers = quantized_weights(worker.policy.model)
+    assert layers.keys() == set(quantizable_weights(empty_model(base)))
     for name, layer in layers.items():
         *experts, num_outputs, num_inputs = layer.shape
         rows, ends = torch.eye(num_inputs), None
@@ -183,7 +183,7 @@ def test_a_resume_is_exact_and_refused_with_another_precision(base: Path, adapte
     first.train(shares.to_train(first, batch))
     first.save(tmp_path)
     first.train(shares.to_train(first, batch))
-    assert QuantisedBase.read(tmp_path / ADAPTER) == QuantisedBase("nf4", "float32")
+    assert QuantizedBase.read(tmp_path / ADAPTER) == QuantizedBase("nf4", "float32")
     again = TorchRankWorker(settings_of(base, adapter), World())
     again.restore(tmp_path)
     again.train(shares.to_train(again, batch))
@@ -208,7 +208,7 @@ def test_conversions_and_engines_take_the_base_that_the_record_names(base: Path,
         torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7, msg=name)
     served = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=saved)
     weights = {name: layer.get_base_layer().weight for name, layer in lora_layers(served.module).items()}
-    layers = quantised_weights(worker.policy.model)
+    layers = quantized_weights(worker.policy.model)
     for name, weight in weights.items():
         assert torch.equal(weight, layers[f"{name}.weight"].weight), name
     theirs = PeftModel.from_pretrained(with_rounded_weights(base, "nf4"), saved)
@@ -240,9 +240,9 @@ async def test_two_ranks_train_as_one(base: Path, adapter: Path) -> None:
 @pytest.mark.parametrize("change", [{"precision": "nf3"}, {"block_size": 128}, {"dtype": "int8"}, {"precision": None}])
 def test_damaged_records_are_refused(adapter: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     shutil.copytree(adapter, tmp_path, dirs_exist_ok=True)
-    replace(QuantisedBase("nf4", "bfloat16"), **change).write(tmp_path)
+    replace(QuantizedBase("nf4", "bfloat16"), **change).write(tmp_path)
     with pytest.raises(CheckpointError, match=BASE_PRECISION):
-        QuantisedBase.read(tmp_path)
+        QuantizedBase.read(tmp_path)
     (tmp_path / BASE_PRECISION).write_text("{")
     with pytest.raises(CheckpointError, match=BASE_PRECISION):
-        QuantisedBase.read(tmp_path)
+        QuantizedBase.read(tmp_path)

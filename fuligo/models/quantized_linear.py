@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name
-from fuligo.formats.quantised_base import BLOCK_SIZE, BasePrecision, QuantisedBase
+from fuligo.formats.quantized_base import BLOCK_SIZE, BasePrecision, QuantizedBase
 from fuligo.models.adapter import linear_layers
 from fuligo.models.experts_adapter import EXPERT_MATRICES, has_plain_matrices, stacked_experts, use_own_experts
 
@@ -23,17 +23,17 @@ LARGEST = 2**31 - 1
 """Largest number of elements that bitsandbytes' kernels can index."""
 
 
-class QuantisedWeight(nn.Module):
+class QuantizedWeight(nn.Module):
     """Frozen matrix, or the matrices of all experts of a layer, in 4 or 8 bits.
 
     The forward pass dequantizes the matrix, rounds it to `base.dtype`, and multiplies by it in the dtype of the input. The backward pass
     dequantizes it again instead of keeping it. The buffers are not in the state dict, and FSDP does not shard them.
     """
 
-    def __init__(self, weight: Tensor, base: QuantisedBase) -> None:
+    def __init__(self, weight: Tensor, base: QuantizedBase) -> None:
         super().__init__()
         self.shape, self.base = list(weight.shape), base
-        packed, scales = quantised(weight.detach(), base)
+        packed, scales = quantized(weight.detach(), base)
         self.packed: Tensor
         self.scales: Tensor
         self.register_buffer("packed", packed, persistent=False)
@@ -42,7 +42,7 @@ class QuantisedWeight(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Dequantized values [outputs, inputs], or [E, outputs, inputs], in new memory."""
-        return dequantised(self.packed, self.scales, self.shape, self.base)
+        return dequantized(self.packed, self.scales, self.shape, self.base)
 
     @property
     def num_elements(self) -> int:
@@ -58,13 +58,13 @@ class QuantisedWeight(nn.Module):
             [..., outputs], or [S, outputs]
         """
         stored = self.shape, self.base.precision, self.base.dtype
-        return torch.ops.fuligo.quantised_product(rows, self.packed, self.scales, bias, ends, *stored)
+        return torch.ops.fuligo.quantized_product(rows, self.packed, self.scales, bias, ends, *stored)
 
 
-class QuantisedLinear(QuantisedWeight):
+class QuantizedLinear(QuantizedWeight):
     """Frozen linear layer with a quantized weight, which replaces `linear` and keeps its bias."""
 
-    def __init__(self, linear: nn.Linear, base: QuantisedBase) -> None:
+    def __init__(self, linear: nn.Linear, base: QuantizedBase) -> None:
         super().__init__(linear.weight, base)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
 
@@ -72,7 +72,7 @@ class QuantisedLinear(QuantisedWeight):
         return self.product(inputs, self.bias)
 
 
-def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.device) -> None:
+def quantize_base(model: PreTrainedModel, base: QuantizedBase, device: torch.device) -> None:
     """Replace the base model's linear layers, except the output layer, and the experts' matrices by quantized ones, in place.
 
     `device` quantizes and holds the matrices. Raises ConfigError if the model has experts that cannot be quantized.
@@ -83,40 +83,40 @@ def quantise_base(model: PreTrainedModel, base: QuantisedBase, device: torch.dev
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         layer.weight.data = layer.weight.data.to(device)
-        setattr(model.get_submodule(parent), attribute, QuantisedLinear(layer, base))
+        setattr(model.get_submodule(parent), attribute, QuantizedLinear(layer, base))
     for experts in stacked.values():
         for matrix in EXPERT_MATRICES:
             weight = experts.get_parameter(matrix).data.to(device)
             delattr(experts, matrix)
-            experts.add_module(matrix, QuantisedWeight(weight, base))
+            experts.add_module(matrix, QuantizedWeight(weight, base))
     if stacked:
         use_own_experts(model)
 
 
 @torch.no_grad()
-def round_base(model: PreTrainedModel, base: QuantisedBase) -> None:
+def round_base(model: PreTrainedModel, base: QuantizedBase) -> None:
     """Quantize and dequantize the base weights of a model, with or without an adapter, in place."""
     for name in _base_weights(model):
         weight = model.get_parameter(name)
         weight.copy_(rounded(weight, base))
 
 
-def rounded(weight: Tensor, base: QuantisedBase) -> Tensor:
+def rounded(weight: Tensor, base: QuantizedBase) -> Tensor:
     """Return a weight quantized and dequantized, in its original dtype."""
-    return dequantised(*quantised(weight, base), list(weight.shape), base).to(weight.dtype)
+    return dequantized(*quantized(weight, base), list(weight.shape), base).to(weight.dtype)
 
 
-def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
     """Return the quantized weights, by their names in a model without an adapter."""
-    found: dict[str, QuantisedWeight] = {}
+    found: dict[str, QuantizedWeight] = {}
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedWeight):
-            found[stored_name(f"{name}.weight") if isinstance(module, QuantisedLinear) else name] = module
+        if isinstance(module, QuantizedWeight):
+            found[stored_name(f"{name}.weight") if isinstance(module, QuantizedLinear) else name] = module
     return found
 
 
-def quantisable_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names of the weights that `quantise_base` replaces; they are those in a model without an adapter."""
+def quantizable_weights(model: PreTrainedModel) -> list[str]:
+    """Return the names of the weights that `quantize_base` replaces; they are those in a model without an adapter."""
     return [stored_name(name) for name in _base_weights(model)]
 
 
@@ -150,7 +150,7 @@ def _experts(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 @torch.no_grad()
-def quantised(weight: Tensor, base: QuantisedBase) -> tuple[Tensor, Tensor]:
+def quantized(weight: Tensor, base: QuantizedBase) -> tuple[Tensor, Tensor]:
     """Quantize a weight; return the packed bytes, and the float32 scales of its blocks of `BLOCK_SIZE` elements."""
     functional, weight = _bitsandbytes(), weight.to(_dtype(base)).contiguous()
     if base.precision == "nf4":
@@ -161,7 +161,7 @@ def quantised(weight: Tensor, base: QuantisedBase) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: QuantisedBase) -> Tensor:
+def dequantized(packed: Tensor, scales: Tensor, shape: list[int], base: QuantizedBase) -> Tensor:
     functional, dtype = _bitsandbytes(), _dtype(base)
     if base.precision == "nf4":
         state = functional.QuantState(scales, shape=torch.Size(shape), blocksize=BLOCK_SIZE, quant_type="nf4", dtype=dtype)
@@ -170,21 +170,21 @@ def dequantised(packed: Tensor, scales: Tensor, shape: list[int], base: Quantise
     return functional.dequantize_blockwise(packed, state)
 
 
-@library.custom_op("fuligo::quantised_product", mutates_args=())
+@library.custom_op("fuligo::quantized_product", mutates_args=())
 def _product(
     rows: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, ends: Tensor | None, shape: list[int], precision: str, dtype: str
 ) -> Tensor:
     """Return the products [..., outputs]; a custom op, since `torch.compile` would otherwise keep the dequantized matrix for backward."""
-    weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype)).to(rows.dtype)
+    weight = dequantized(packed, scales, shape, QuantizedBase(cast(BasePrecision, precision), dtype)).to(rows.dtype)
     return F.linear(rows, weight, bias) if ends is None else F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
-@library.custom_op("fuligo::quantised_product_gradient", mutates_args=())
+@library.custom_op("fuligo::quantized_product_gradient", mutates_args=())
 def _product_gradient(
     gradient: Tensor, packed: Tensor, scales: Tensor, ends: Tensor | None, shape: list[int], precision: str, dtype: str
 ) -> Tensor:
     """Return the gradient of the rows [..., inputs] from the gradient of the outputs [..., outputs]."""
-    weight = dequantised(packed, scales, shape, QuantisedBase(cast(BasePrecision, precision), dtype)).to(gradient.dtype)
+    weight = dequantized(packed, scales, shape, QuantizedBase(cast(BasePrecision, precision), dtype)).to(gradient.dtype)
     return gradient @ weight if ends is None else F.grouped_mm(gradient.contiguous(), weight, offs=ends)
 
 
@@ -207,14 +207,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     packed, scales, *more = ctx.saved_tensors
     stored = more[0] if ctx.has_experts else None, ctx.shape, ctx.precision, ctx.dtype
-    rows = torch.ops.fuligo.quantised_product_gradient(gradient, packed, scales, *stored)
+    rows = torch.ops.fuligo.quantized_product_gradient(gradient, packed, scales, *stored)
     return rows, *(None,) * 7
 
 
 _product.register_autograd(_backward, setup_context=_keep)
 
 
-def _dtype(base: QuantisedBase) -> torch.dtype:
+def _dtype(base: QuantizedBase) -> torch.dtype:
     return getattr(torch, base.dtype)
 
 

@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
+class Quantization:
     """Granularity of the scales."""
 
     strategy: Strategy
@@ -69,9 +69,9 @@ class Quantisation:
         """Return the name of the scale tensor of weight `name`."""
         return f"{name}_scale_inv" if self.strategy == "block" else f"{name}_scale"
 
-    def quantization_config(self, unquantised: Sequence[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json. `unquantised`: modules with a matrix that is not quantized."""
-        kept = sorted({*unquantised, _NEVER})
+    def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json. `unquantized`: modules with a matrix that is not quantized."""
+        kept = sorted({*unquantized, _NEVER})
         if self.block_size is not None:
             return {
                 "quant_method": "fp8",
@@ -95,7 +95,7 @@ class Quantisation:
         }
 
 
-def is_quantised_matrix(name: str, shape: Shape) -> bool:
+def is_quantized_matrix(name: str, shape: Shape) -> bool:
     """Return whether the weight `name` is stored in FP8 in an FP8 checkpoint."""
     module, _, kind = name.rpartition(".")
     return kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in _MATRICES
@@ -130,30 +130,30 @@ def expert_parts(name: str, shape: Shape) -> list[ExpertPart]:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineQuantisation:
+class EngineQuantization:
     """Quantization of the checkpoint that engines were started from; synced weights must use the same."""
 
-    quantisation: Quantisation
+    quantization: Quantization
     names: frozenset[str]
     """Names of the weights stored in FP8."""
 
     @classmethod
-    def read(cls, directory: Path) -> EngineQuantisation | None:
+    def read(cls, directory: Path) -> EngineQuantization | None:
         """Read a directory's quantization; None if it has none. Raises ConfigError unless it is FP8 by blocks, which engines can update."""
         config = read_config_json(directory).get("quantization_config")
         if config is None:
             return None
-        quantisation = _published_blocks(config, directory)
+        quantization = _published_blocks(config, directory)
         try:
             stored = read_stored_tensors(directory)
         except DamagedFileError as error:
             raise ConfigError(str(error)) from None
-        names = frozenset(name for name in stored if quantisation.scale_name(name) in stored)
+        names = frozenset(name for name in stored if quantization.scale_name(name) in stored)
         if not names:
             raise ConfigError(
                 f"cannot use {directory}: config.json has a quantization_config, but no tensor has scales; use the weights' own config.json"
             )
-        return cls(quantisation, names)
+        return cls(quantization, names)
 
 
 def unsupported_in_updates(values: Mapping[str, Any]) -> list[str]:
@@ -166,7 +166,7 @@ def unsupported_in_updates(values: Mapping[str, Any]) -> list[str]:
     return other
 
 
-def _published_blocks(config: Any, directory: Path) -> Quantisation:
+def _published_blocks(config: Any, directory: Path) -> Quantization:
     """Return the block quantization that a `quantization_config` describes.
 
     Raises ConfigError for other quantizations: SGLang transposes weights with channel or tensor scales on loading and cannot update them in
@@ -185,4 +185,4 @@ def _published_blocks(config: Any, directory: Path) -> Quantisation:
             "convert the bf16 checkpoint with fuligo convert fp8 --strategy block"
         )
     rows, columns = values["weight_block_size"]
-    return Quantisation("block", (rows, columns))
+    return Quantization("block", (rows, columns))

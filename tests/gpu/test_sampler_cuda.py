@@ -7,6 +7,7 @@ import torch
 
 from fuligo.engines.sglang.server import SAMPLER_PLUGIN
 
+pytest.importorskip("triton")
 sys.path.append(str(SAMPLER_PLUGIN))
 import fuligo_draw  # pyright: ignore[reportMissingImports]
 

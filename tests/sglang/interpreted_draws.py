@@ -16,7 +16,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
 import fuligo_draw  # pyright: ignore[reportMissingImports]
 
-ROWS = 400
+ROWS = 160
 torch.manual_seed(0)
 
 
@@ -42,17 +42,17 @@ def check_distribution() -> None:
     deviations = (counts - ROWS * wanted)[wanted > 0] / (ROWS * wanted * (1 - wanted))[wanted > 0].sqrt()
     assert deviations.abs().max() < 4, deviations
     changes = (tokens[1:] != tokens[:-1]).double().mean()
-    assert abs(changes - (1 - (wanted**2).sum())) < 0.1, changes
+    assert abs(changes - (1 - (wanted**2).sum())) < 0.15, changes
 
 
 def check_small_temperatures() -> None:
     """Two of the tokens are equally likely, in different parts of a row; logits divided by the temperature have an ulp of 2."""
-    num_rows, num_logits = 100, fuligo_draw.LOGITS + 3
+    num_rows, num_logits = 40, fuligo_draw.LOGITS + 3
     logits = torch.full((num_rows, num_logits), 18.0)
     logits[:, [3, 7, num_logits - 1]] = torch.tensor([20.0, 19.5, 20.0])
     tokens, logprobs = fuligo_draw.draw(logits, torch.full((num_rows, 1), 1e-6))
     counts = torch.bincount(tokens.long(), minlength=num_logits)
-    assert counts[3] + counts[-1] == num_rows and 30 < counts[3] < 70, counts[[3, -1]]
+    assert counts[3] + counts[-1] == num_rows and 9 < counts[3] < 31, counts[[3, -1]]
     torch.testing.assert_close(logprobs, torch.full((num_rows,), 0.5).log())
 
 

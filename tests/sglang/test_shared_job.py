@@ -65,4 +65,6 @@ def test_the_run_outlives_engines_that_share_its_devices(start: Start, num_engin
     by_engine = [Counter(row["engine"] for row in rows if row["step"] == step) for step in range(num_rollout)]
     assert set(by_engine[0]) == set(by_engine[-1]) == set(range(num_engines))
     if num_engines == 2:
-        assert by_engine[1][1] > NUM_SAMPLES / 2, "engine 1 took over the requests of the dead engine"
+        assert by_engine[1][1] >= NUM_SAMPLES / 2, (
+            "engine 1 took over requests of the dead engine; later ones may have gone to its successor"
+        )

@@ -274,7 +274,7 @@ def test_no_flag_is_answered_with_another() -> None:
 
 @pytest.mark.parametrize("advice", sorted({advice for table in other_settings().values() for advice in table.values()}))
 def test_advice_names_flags_that_exist(advice: str) -> None:
-    named = [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"--[a-z][a-z-]+[a-z0-9]", advice)]
+    named = [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"--[a-z][a-z0-9-]+[a-z0-9]", advice)]
     assert [flag for flag in named if flag not in flags() and flag not in PASSED_ON] == []
 
 

@@ -18,6 +18,7 @@ def rewards(example: str, run_dir: Path, *flags: object) -> list[float]:
     return [record["rollout/reward_mean"] for record in metrics(run_dir)]
 
 
+@pytest.mark.slow  # the test below and test_calculator.py train with tools, too
 def test_the_model_learns_to_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, *_, last = rewards("search", tmp_path / "run", "--num-rollout", 5, "--rollout-batch-size", 8)

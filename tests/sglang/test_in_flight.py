@@ -72,7 +72,10 @@ async def keep_sampling(
             return
 
 
-@pytest.mark.parametrize("transport", ["tensor", "gloo", "disk"])
+# The scheduler pauses, and labels tokens, in the same way for all transports; tests/sglang/test_weights.py sends weights by each.
+@pytest.mark.parametrize(
+    "transport", [pytest.param("tensor", marks=pytest.mark.slow), "gloo", pytest.param("disk", marks=pytest.mark.slow)]
+)
 async def test_requests_continue_with_the_new_weights(
     sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path, transport: Transport
 ) -> None:

@@ -66,7 +66,7 @@ class PassThrough:
         shortened = {Kind.LAYERS: lambda value: layers_text(value) if isinstance(value, list) else value}
         return {name: shortened.get(flags[name].kind, lambda value: value)(value) for name, value in self.items()}
 
-    def _serialised(self, info: SerializationInfo) -> dict[str, Any]:
+    def _serialized(self, info: SerializationInfo) -> dict[str, Any]:
         """Return the values for pydantic: `plain`, in JSON mode with placeholders for secrets."""
         return {name: _shown(value) for name, value in self.plain().items()} if info.mode == "json" else self.plain()
 
@@ -96,7 +96,7 @@ class PassThrough:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            cls._validated, serialization=core_schema.plain_serializer_function_ser_schema(cls._serialised, info_arg=True)
+            cls._validated, serialization=core_schema.plain_serializer_function_ser_schema(cls._serialized, info_arg=True)
         )
 
     @classmethod

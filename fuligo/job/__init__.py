@@ -29,13 +29,13 @@ def run_job(config: Config) -> int:
     Raises ConfigError under torchrun if --max-restarts is set, or the ranks of several hosts have no common key, and FuligoError if the run
     failed.
     """
-    if world_size(os.environ) > 1 and _follows(config):
+    if world_size(os.environ) > 1 and _follow_unless_driver(config):
         return 0
     show_end(config, run_to_end(config).run_dir)
     return 0
 
 
-def _follows(config: Config) -> bool:
+def _follow_unless_driver(config: Config) -> bool:
     """Check what torchrun has set. If this process is not the driver, follow the run to its end and return True; else return False."""
     with collector_paused():
         from fuligo.trainer.ranks.torchrun import follow, torchrun_place

@@ -34,14 +34,14 @@ class Ppo(Estimator):
         assert len(values) == len(rewards.samples), "score() computes values where there is a value model"
         sequences, gamma, lambd = rewards.sequences(settings), settings.gamma, settings.lambd
         in_order = [np.concatenate([values[at] for at in sequence.positions]) for sequence in sequences]
-        found = [generalised_advantages(c.rewards, v, c.loss_mask, gamma=gamma, lambd=lambd) for c, v in zip(sequences, in_order)]
+        found = [generalized_advantages(c.rewards, v, c.loss_mask, gamma=gamma, lambd=lambd) for c, v in zip(sequences, in_order)]
         advantages = rewards.split(sequences, found)
         for sample, value, advantage in zip(rewards.samples, values, advantages):
             sample.returns = np.where(sample.loss_mask != 0, advantage + value, 0.0).astype(np.float32)
         return advantages
 
 
-def generalised_advantages(rewards: ArrayLike, values: ArrayLike, loss_mask: MaskArray, *, gamma: float, lambd: float) -> Float64Array:
+def generalized_advantages(rewards: ArrayLike, values: ArrayLike, loss_mask: MaskArray, *, gamma: float, lambd: float) -> Float64Array:
     """Return the [R] generalized advantages, 0 at masked tokens. The arguments are [R]; V_t is the value before token t.
 
     t + 1 is the next trained token: masked tokens (such as tool output) are not decisions, so nothing is discounted over them and their

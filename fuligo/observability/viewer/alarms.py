@@ -146,13 +146,13 @@ def _above(limit: float) -> Callable[[Values], list[bool]]:
     return lambda values: [value is not None and value > limit for value in values]
 
 
-def _first_values(values: Values, number: int = 5) -> float | None:
+def _first_median(values: Values, number: int = 5) -> float | None:
     """Return the median of the first values; None if there are none."""
     return median(finite(values[:10])[:number])
 
 
 def _entropy_collapses(values: Values) -> list[bool]:
-    start = _first_values(values)
+    start = _first_median(values)
     return [start is not None and row >= 5 and value is not None and value < 0.1 * start for row, value in enumerate(values)]
 
 
@@ -163,7 +163,7 @@ def _learned(metrics: MetricColumns) -> list[bool]:
     """
     rewards = metrics.column("rollout/reward_mean")
     equal = metrics.column("rollout/zero_std_ratio")
-    start = _first_values(rewards)
+    start = _first_median(rewards)
     return [
         reward is not None
         and start is not None
@@ -173,7 +173,7 @@ def _learned(metrics: MetricColumns) -> list[bool]:
 
 
 def _halves(values: Values) -> list[bool]:
-    start = _first_values(values, 3)  # a policy can halve its answers in five steps
+    start = _first_median(values, 3)  # a policy can halve its answers in five steps
     return [start is not None and row >= 3 and value is not None and value < 0.5 * start for row, value in enumerate(values)]
 
 
@@ -182,8 +182,8 @@ def _stops_late_or_earns_no_more(metrics: MetricColumns) -> list[bool]:
 
     They are not where many of the first responses were truncated, so that the policy has learned to stop, or the reward has not risen.
     """
-    rewards, truncated = metrics.column("rollout/reward_mean"), _first_values(metrics.column("rollout/truncated_ratio"))
-    start = _first_values(rewards)
+    rewards, truncated = metrics.column("rollout/reward_mean"), _first_median(metrics.column("rollout/truncated_ratio"))
+    start = _first_median(rewards)
     stops_late = truncated is not None and truncated > MANY_TRUNCATED
     return [stops_late or reward is None or start is None or reward <= start for reward in rewards]
 
@@ -204,8 +204,8 @@ def _facts(values: Values, stretch: Stretch) -> dict[str, float | str]:
         "compared": f"{worst:.3g}{times}",
         "compared_nats": f"{worst:.3g} nats{times}",
         "low": min(shown),
-        "start": _first_values(values) or 0.0,
-        "first": _first_values(values, 3) or 0.0,
+        "start": _first_median(values) or 0.0,
+        "first": _first_median(values, 3) or 0.0,
         "total": sum(shown),
     }
 

@@ -26,7 +26,7 @@ _GRAPHS = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode")
 
 @rule("PLAN-NO-GRAPHS", *map(option, _SWITCHES), severity=Severity.WARNING)
 def decoding_has_graphs(subject: Subject) -> Iterator[Violation[Fix]]:
-    """Without CUDA graphs, the CPU launches each kernel of a decoding step, which is much slower."""
+    """Warn about decoding without CUDA graphs: the CPU then launches each kernel of a step, which is much slower."""
     for spec in _sampling(subject):
         given = [name for name in _SWITCHES if spec.arguments.get(name)]
         if not given or has_graphs(spec.arguments, "decode"):
@@ -39,7 +39,7 @@ def decoding_has_graphs(subject: Subject) -> Iterator[Violation[Fix]]:
 
 @rule("PLAN-FEW-REQUESTS", "--rollout-concurrency", "--sglang-max-running-requests", severity=Severity.WARNING)
 def engines_run_enough_requests(subject: Subject) -> Iterator[Violation[Fix]]:
-    """Engines that run only a few of the requests that their memory holds take longer for a rollout."""
+    """Warn about engines that run only a few of the requests that their memory holds, and so take longer for a rollout."""
     groups, in_flight = _sampling(subject), subject.config.resolved_rollout_concurrency
     if not groups or any(spec.arguments.get("speculative_algorithm") for spec in groups):
         return  # engines with drafts have a rule of their own

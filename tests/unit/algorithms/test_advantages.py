@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fuligo.algorithms.estimators import ESTIMATORS
-from fuligo.algorithms.estimators.ppo import generalised_advantages
+from fuligo.algorithms.estimators.ppo import generalized_advantages
 from fuligo.algorithms.estimators.reinforce_plus_plus import discounted_returns
 from fuligo.algorithms.rewards import Rewards, mean_of_others, std, token_rewards, whiten
 from fuligo.algorithms.settings import STD_EPSILON, AdvantageSettings
@@ -95,7 +95,7 @@ def test_reinforce_plus_plus_discounts_as_gae_without_values_does(mask, gamma):
     """Tool output between two turns discounts in neither."""
     loss_mask = np.array(mask, np.int8)
     rewards = token_rewards(1.0, loss_mask, np.zeros(len(mask)))
-    by_gae = generalised_advantages(rewards, np.zeros(len(mask)), loss_mask, gamma=gamma, lambd=1.0)
+    by_gae = generalized_advantages(rewards, np.zeros(len(mask)), loss_mask, gamma=gamma, lambd=1.0)
     np.testing.assert_allclose(discounted_returns(rewards, loss_mask, gamma), by_gae, atol=1e-12)
 
 

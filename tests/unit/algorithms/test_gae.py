@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuligo.algorithms.estimators.ppo import generalised_advantages
+from fuligo.algorithms.estimators.ppo import generalized_advantages
 from fuligo.algorithms.value_loss import value_fit
 
 DISCOUNT = st.sampled_from([0.0, 0.5, 0.95, 1.0])
@@ -29,7 +29,7 @@ def test_masked_tokens_are_as_if_they_were_not_there(seed: int, length: int, gam
     mask = (rng.random(length) < 0.7).astype(np.int8)
     rewards, values = rng.standard_normal((2, length))
     values[mask == 0] = np.nan
-    got = generalised_advantages(rewards, values, mask, gamma=gamma, lambd=lambd)
+    got = generalized_advantages(rewards, values, mask, gamma=gamma, lambd=lambd)
     np.testing.assert_allclose(got[mask != 0], by_definition(rewards[mask != 0], values[mask != 0], gamma, lambd), atol=1e-12)
     assert not got[mask == 0].any()
 
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize(("rewards", "values", "mask", "gamma", "lambd", "expected"), CASES.values(), ids=CASES)
 def test_cases_worked_out_by_hand(rewards, values, mask, gamma, lambd, expected):
-    got = generalised_advantages(rewards, values, np.array(mask, np.int8), gamma=gamma, lambd=lambd)
+    got = generalized_advantages(rewards, values, np.array(mask, np.int8), gamma=gamma, lambd=lambd)
     np.testing.assert_allclose(got, expected, atol=1e-12)
 
 

@@ -72,7 +72,7 @@ def test_reinforce_returns_are_discounted_sums_of_later_turns(drawn: list[list[T
 
 
 @given(episodes(), DISCOUNT, DISCOUNT)
-def test_generalised_advantages_run_through_the_samples_of_an_episode(drawn: list[list[TrainSample]], gamma: float, lambd: float) -> None:
+def test_generalized_advantages_run_through_the_samples_of_an_episode(drawn: list[list[TrainSample]], gamma: float, lambd: float) -> None:
     assign_advantages([part for parts in drawn for part in parts], settings("ppo", gamma=gamma, lambd=lambd))
     for parts in drawn:
         mask, values = in_order(parts, "loss_mask"), in_order(parts, "values").astype(np.float64)

@@ -169,7 +169,7 @@ async def test_anthropics_client_reads_refusals(changes: dict[str, Any], reason:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part of the input is"),
     ],
 )
-async def test_what_a_response_cannot_honour_is_refused(changes: dict[str, Any], reason: str) -> None:
+async def test_what_a_response_cannot_honor_is_refused(changes: dict[str, Any], reason: str) -> None:
     async with opened(Says("x" + ENDS[0])) as (_, _, client):
         asked: dict[str, Any] = {"model": "m", "input": "?", **changes}
         with pytest.raises(openai.BadRequestError, match=reason):

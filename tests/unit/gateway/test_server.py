@@ -132,7 +132,7 @@ async def test_calls_are_text_for_an_agent_without_tools() -> None:
         ({"guided_json": {}}, "guided_json", "is not supported"),
     ],
 )
-async def test_what_training_cannot_honour_is_refused_in_openais_format(body: dict[str, Any], param: str, reason: str) -> None:
+async def test_what_training_cannot_honor_is_refused_in_openais_format(body: dict[str, Any], param: str, reason: str) -> None:
     async with opened(Says("x" + ENDS[0])) as (_, _, client):
         with pytest.raises(openai.BadRequestError) as refused:
             await client.post("/chat/completions", body={"messages": QUESTION, "model": "m", **body}, cast_to=object)

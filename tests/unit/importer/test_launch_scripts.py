@@ -154,7 +154,7 @@ def test_a_conversion_is_another_job(imported: Import):
     ]
 
 
-def test_train_async_is_recognised(imported: Import):
+def test_train_async_is_recognized(imported: Import):
     launch = imported("python3 train_async.py --a 1").launch
     assert launch.arguments == ("--a", "1")
     assert launch.is_async

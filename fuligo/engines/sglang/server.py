@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -28,8 +29,9 @@ LAUNCH = f"""
 import gc, os, runpy, sys
 keys = dict(api_key=os.environ.pop("{REQUESTS_VARIABLE}"), admin_api_key=os.environ.pop("{CONTROL_VARIABLE}"))
 sys.path.insert(0, {str(Path(__file__).parent / "ahead")!r})
-import fuligo_ahead
+import fuligo_ahead, fuligo_kernels
 del sys.path[0]
+fuligo_kernels.start()
 fuligo_ahead.start()
 gc.disable()
 from sglang.srt.utils import auth
@@ -48,9 +50,12 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """Program that starts `sglang.launch_server` with keys from the environment. If they were arguments (`--api-key`), other users could read
 them, SGLang 0.5.15 would write them to its log, and `/server_info` would return the control key to every holder of the request key. The
 program also restricts loading adapters to the control key, which SGLang permits with either key. First it starts the processes of
-`AHEAD_VARIABLE`, without the keys. It collects no garbage during most imports, of which that would take a fifth of the time."""
+`KERNELS_VARIABLE` and `AHEAD_VARIABLE`, without the keys, in this order: the latter must see no variable that is removed later. It collects
+no garbage during most imports, of which that would take a fifth of the time."""
 AHEAD_VARIABLE = "FULIGO_AHEAD"
 """Environment variable with the modules of SGLang's processes that start together with its main process (`ahead/fuligo_ahead.py`)."""
+KERNELS_VARIABLE = "FULIGO_KERNELS"
+"""Environment variable with what determines the kernels that are compiled meanwhile (`ahead/fuligo_kernels.py`); on GPUs."""
 OWN_ENVIRONMENT = {
     # With SGLang's default of 5 s, requests after a training step would hit closing connections, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
@@ -194,6 +199,8 @@ class ServerSettings:
             chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self.tp_size))
         if self.device == "cuda" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             chosen["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache())
+        if self.device == "cuda":
+            chosen[KERNELS_VARIABLE] = json.dumps(self._kernels())
         if is_loopback(self.host) and "GLOO_SOCKET_IFNAME" not in os.environ:
             use_loopback_interface(chosen)
         chosen[AHEAD_VARIABLE] = " ".join(self._processes())
@@ -220,6 +227,12 @@ class ServerSettings:
         PYTHONPATH, and SGLang would start without the plugins and without a message.
         """
         return f"import sys\nsys.path[:0] = {[str(directory) for directory in self._plugins]}\n{LAUNCH}"
+
+    def _kernels(self) -> dict[str, Any]:
+        """Return what `fuligo_kernels.kernels` needs to know."""
+        of_attention = self.arguments.get("dp_size") or 1 if self.arguments.get("enable_dp_attention") else 1
+        dtypes = {name: self.arguments.get(name) or "auto" for name in ("dtype", "kv_cache_dtype")}
+        return {"model_path": self.model_path, "tp_size": self.tp_size // of_attention, **dtypes}
 
     def _processes(self) -> list[str]:
         """Return the modules of the processes that SGLang starts on this node; none if a controller starts the schedulers."""

@@ -3,15 +3,19 @@
 SGLang loads it (`sglang.srt.plugins`) in its main process and, after all imports, in the schedulers, which alone use GPUs.
 """
 
+import importlib
 import multiprocessing
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "FULIGO_TURN"
 """Environment variable with the path of a file that exists once the engine may use its GPUs."""
 WAITING = "Imported. Waiting for the GPUs until the trainer has loaded."
 """Line of the engine's log."""
+MODELS = "sglang.srt.models.registry"
+"""Module that imports all models, which takes about 2 s; SGLang imports it when it loads the weights."""
 POLL_S = 0.05
 
 
@@ -26,6 +30,8 @@ def wait() -> None:
     file = Path(os.environ[VARIABLE])
     if not file.exists():
         print(WAITING, flush=True)
+        with suppress(Exception):  # SGLang reports it
+            importlib.import_module(MODELS)
     while not file.exists():
         if not parent.is_alive():  # SGLang has the kernel end schedulers with their parent, but only after it has loaded its plugins
             raise SystemExit("The engine's main process ended before the engine could use its GPUs.")

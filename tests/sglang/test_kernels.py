@@ -1,0 +1,50 @@
+"""SGLang compiles the kernels that `fuligo_kernels` names under the names that an engine looks for."""
+
+import json
+
+import pytest
+
+from fuligo.engines.sglang.ahead import fuligo_kernels
+from tests.sglang.engines import run_program
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "dtype": "bfloat16",
+}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "dtype": "float16",
+}
+FOUND_ON_A_GPU = ["activation_bf16_t_true", "clamp_position_int64_t", "fused_rope_true_64_true_bf16_t", "kvcache_384_true"]
+"""All kernels in the cache of an engine of SmolLM2-135M that had served a rollout on an H200, 2026-11-28."""
+
+
+@pytest.mark.parametrize(
+    ("config", "tp_size", "expected"),
+    [
+        pytest.param(SMOLLM2, 1, FOUND_ON_A_GPU, id="SmolLM2"),
+        pytest.param(
+            QWEN3,
+            2,
+            [
+                "activation_fp16_t_true",
+                "clamp_position_int64_t",
+                "fused_rope_true_128_true_fp16_t",
+                "kvcache_1024_true",
+                "qknorm_128_true_fp16_t",
+            ],
+            id="Qwen3-4B, TP 2",
+        ),
+    ],
+)
+def test_kernels_have_the_names_that_an_engine_looks_for(config: dict[str, object], tp_size: int, expected: list[str]) -> None:
+    kernels = fuligo_kernels.kernels(config, tp_size, "auto", "auto")
+    lines = run_program("kernel_names", fuligo_kernels.__file__.rpartition("/")[0], json.dumps(kernels))
+    assert json.loads(lines[-1]) == [[], [f"sgl_kernel_jit_{name}" for name in expected]]

@@ -14,13 +14,16 @@ import pytest
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
-from fuligo.engines.sglang.server import TURN_PLUGIN, TURN_VARIABLE, SGLangServer
+from fuligo.engines.sglang.server import KERNELS_VARIABLE, TURN_PLUGIN, TURN_VARIABLE, SGLangServer
 from fuligo.engines.sglang.turns import fuligo_turns
 from fuligo.errors import EngineError
 from tests.e2e.processes import descendants
 from tests.sglang.conftest import SEEN_S, fleet_settings
 from tests.sglang.engines import SPAWNING, STUBS, server_settings, sglang_python
 from tests.sglang.test_ahead import assert_started_ahead
+
+NO_KERNELS = {KERNELS_VARIABLE: "{}"}
+"""A request as on a GPU, which is read and removed while the engine starts, but asks for nothing that could be compiled."""
 
 
 async def test_an_engine_loads_weights_once_it_has_its_turn_and_is_named_when_it_dies(
@@ -33,7 +36,7 @@ async def test_an_engine_loads_weights_once_it_has_its_turn_and_is_named_when_it
     turn, log, script = tmp_path / "turn", tmp_path / "engine-0.txt", tmp_path / "python"
     script.write_text(f'#!/bin/sh\nexport PYTHONPATH={STUBS}\nexec {sglang_python()} "$@"\n')
     script.chmod(0o700)
-    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False, environment=SPAWNING)
+    settings = fleet_settings(checkpoint, claims, tmp_path, num_engines=1, restart=False, environment=SPAWNING | NO_KERNELS)
     settings = replace(settings, servers=tuple(replace(server, turn=turn, python=str(script)) for server in settings.servers))
     launching = asyncio.create_task(Fleet.launch(settings))
     async with asyncio.timeout(200):

@@ -30,7 +30,7 @@ def record(usual: Path, exact: Path, output: Path) -> None:
     for name, run in (("usual", usual), ("exact", exact)):
         found = steps(run)
         times = [statistics.median(step[key] for step in found[NUM_WARM_UP:]) for key in TIMES]
-        difference = max(step["train/logprob_abs_diff"] for step in found)
+        difference = max(step.get("train/logprob_abs_diff", 0.0) for step in found)  # absent if nothing was trained
         print(f"| {name} |", *(f"{seconds:.2f} |" for seconds in times), f"{difference:.3f} |")
         rewards = [step["rollout/reward_mean"] for step in found]
         points = range(0, len(rewards), ROLLOUTS_PER_POINT)

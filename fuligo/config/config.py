@@ -182,6 +182,19 @@ class Config(Placement):
         return flags.loss_type == "policy_loss" and not any(others)
 
     @property
+    def resolved_skip_zero_advantages(self) -> bool:
+        """True if the trainer leaves out samples whose advantages are all 0: as given, else if nothing depends on them.
+
+        --exact-on-policy compares their log-probabilities too, and a custom function for importance weights may compute them over all
+        samples of a micro-batch.
+        """
+        flags = self.algorithm
+        if flags.skip_zero_advantages is not None:
+            return flags.skip_zero_advantages
+        is_read = self.train.exact_on_policy or flags.custom_tis_function_path is not None
+        return self.learns_from_advantages_alone and not is_read
+
+    @property
     def uses_adapter(self) -> bool:
         """True if the policy has a LoRA adapter, which is trained instead of its weights."""
         return self.lora.lora_rank is not None or self.lora.lora_adapter is not None

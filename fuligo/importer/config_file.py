@@ -20,6 +20,10 @@ from fuligo.importer.slime import translate, without_megatron
 _TOPOLOGY_OPTION = "--sglang-config"
 _WIDTH = 120
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_SKIPS = (
+    "samples whose advantages are all 0 are not trained, and optimizer steps without others are skipped, in which slime's AdamW moves the "
+    "weights by momentum and weight decay; set skip_zero_advantages: false (group algorithm) to train them as slime does"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ def _imported(script: ImportedScript, *, slime_defaults: bool) -> ImportedConfig
         line.assignments.append(Assignment(flags()["rollout_backend"], "sglang", "slime's engine"))
         notes = [*notes, "--rollout-backend sglang is filled in: slime samples with SGLang, but fuligo would choose the embedded engine"]
         config = build_config(line.assignments)
+    if slime_defaults and training.is_slime and config.resolved_skip_zero_advantages:
+        notes = [*notes, _SKIPS]
     given = dict.fromkeys((assignment.flag.group, assignment.flag.name) for assignment in line.assignments)
     # Launch scripts have many flags that have no effect in this run, and a run refuses them.
     config, dropped = effects.without_idle(config, lambda violation: True)

@@ -127,7 +127,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
         shares_prefixes=_shares_prefixes(config, config.hf_checkpoint_path, teacher),
         chunk_tokens=train.log_probs_chunk_size,
         balance_data=train.balance_data,
-        skips_zero_advantages=config.algorithm.skip_zero_advantages,
+        skips_zero_advantages=config.resolved_skip_zero_advantages,
         lora=_lora(config, initial_weights),
         trained=TrainedParameters(tuple(train.only_train_params_name_list), frozen),
         device=device,

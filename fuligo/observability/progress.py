@@ -131,6 +131,7 @@ class PlainProgress(Progress):
             _field(record, "entropy", "train/entropy", ".3f"),
             _field(record, "reverse_kl", "train/opd_reverse_kl", "z.4f"),
             _field(record, "grad_norm", "train/grad_norm", ".3g"),
+            _skipped(record),
             _field(record, "tokens/s", "rollout/tokens_per_s", ",.0f"),
             _field(record, "s", "perf/step_s", ".2f"),
         ]
@@ -204,6 +205,8 @@ class LiveProgress(Progress):
             _field(self._latest, "", "train/tokens_per_s", ",.0f", " trained"),
             _field(self._latest, "", "perf/step_s", ".2f", " s per step"),
         ]
+        if skipped := _skipped(self._latest):
+            grid.add_row("train", skipped)
         grid.add_row("speed", Text(" · ".join(part.strip() for part in parts if part) or "-"))
         grid.add_row("now", self._now())
         yield grid
@@ -238,6 +241,17 @@ def _curve(values: list[float], spec: str, width: int, style: str, *, low: float
 def _field(record: Record, name: str, key: str, spec: str, unit: str = "") -> str:
     value = record.get(key)
     return "" if value is None else f"{name} {format(value, spec)}{unit}"
+
+
+def _skipped(record: Record) -> str:
+    """Return which samples were not trained and why: `skipped 25% of samples (advantage 0)`; "" if all were trained."""
+    share, num_steps = record.get("train/skipped_share"), record.get("train/num_skipped_steps")
+    if not share:
+        return ""
+    if share == 1:
+        return "not trained (all advantages are 0)"
+    steps = f" and {count(num_steps, 'step')}" if num_steps else ""
+    return f"skipped {share:.0%} of samples{steps} (advantage 0)"
 
 
 def _evaluated(metrics: Record, first: Record | None) -> dict[str, str]:

@@ -69,7 +69,8 @@ class Counters:
 
 
 def _progress(fields: dict[str, int]) -> Progress:
-    return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]))
+    # Checkpoints of versions that trained every step have no count of skipped ones.
+    return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]), int(fields.get("num_skipped_steps", 0)))
 
 
 def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]) -> None:

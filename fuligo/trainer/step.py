@@ -23,10 +23,23 @@ from fuligo.types import FloatArray, TokenScores, TrainBatch, TrainSample
 
 @dataclass(slots=True)
 class Progress:
-    """Number of optimizer steps and rollouts trained so far."""
+    """Counts of optimizer steps and rollouts so far."""
 
     num_optimizer_steps: int = 0
+    """Number of optimizer steps, including skipped ones: the position in the learning-rate schedule."""
     num_rollouts: int = 0
+    num_skipped_steps: int = 0
+    """Number of optimizer steps that were skipped because all advantages of their samples were 0."""
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the weights: AdamW's step counter. Before the first one, there are no moments."""
+        return self.num_optimizer_steps - self.num_skipped_steps
+
+    def skip_step(self) -> None:
+        """Count an optimizer step that is skipped."""
+        self.num_optimizer_steps += 1
+        self.num_skipped_steps += 1
 
 
 @dataclass(slots=True, frozen=True)

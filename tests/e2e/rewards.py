@@ -26,6 +26,13 @@ def always_wrong(args, sample: Sample) -> float:
     return 0.0
 
 
+def without_first_group(args, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """Return advantages of 0 for the first group of a rollout, and of 1 and -1 for the samples of the others."""
+    rewards = [sample.reward_value() for sample in samples]
+    first = min(sample.group_index for sample in samples)
+    return rewards, [0.0 if sample.group_index == first else (-1.0) ** sample.index for sample in samples]
+
+
 def fails_on_all(args, sample: Sample) -> float:
     raise ValueError("the judge is out for lunch")
 

@@ -134,6 +134,37 @@ def test_debug_train_only_trains_as_a_whole_run_does(full: Path, train_on_saved)
     assert train_on_saved(**TWO_STEPS) == metrics(full / "run")
 
 
+def test_samples_without_advantage_change_no_step(train_on_saved, tmp_path: Path) -> None:
+    """The weights are those of a run that trains them, over three rollouts of two optimizer steps each."""
+    flags = {**TWO_STEPS, "custom_reward_post_process_path": "tests.e2e.rewards.without_first_group"}
+    runs = tmp_path / "run", tmp_path / "whole"
+    train_on_saved(**flags, run_dir=runs[0])
+    train_on_saved(**flags, no_skip_zero_advantages=True, run_dir=runs[1])
+    skipped, whole = map(metrics, runs)
+    assert [record["train/skipped_share"] for record in skipped] == [0.25] * 3
+    assert not any("skipped" in key for record in whole for key in record)
+    assert [record["train/grad_norm"] for record in skipped] == pytest.approx([record["train/grad_norm"] for record in whole], rel=1e-4)
+    skipped, whole = (AutoModelForCausalLM.from_pretrained(checkpoint(run, 3) / "hf").state_dict() for run in runs)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(skipped[name], tensor, rtol=0, atol=1e-4)  # a tenth of the learning rate
+
+
+def test_a_rollout_without_advantages_is_not_trained(job: Job, checkpoint: Path, tmp_path: Path) -> None:
+    """No pass runs, and the weights stay as they are, also those of a run that continues from the checkpoint."""
+    run_dir = tmp_path / "run"
+    flags = {"custom_rm_path": "tests.e2e.rewards.always_wrong", "rm_type": None, "run_dir": run_dir}
+    shown = succeed(*job(**flags, num_rollout=1))
+    assert "not trained (all advantages are 0)" in shown
+    succeed(*job(**flags, num_rollout=2, load=run_dir / "checkpoints"))
+    for record in metrics(run_dir):
+        own = {key: value for key, value in record.items() if key.startswith("train/")}
+        assert own == {"train/skipped_share": 1.0, "train/num_skipped_steps": 1}
+    assert "forward, backward" not in (run_dir / "trace.json").read_text()
+    untrained = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "iter_0000002" / "hf").state_dict()
+    assert all(torch.equal(trained[name], weight) for name, weight in untrained.items())
+
+
 @pytest.mark.parametrize(
     ("flags", "reported"),
     [

@@ -335,6 +335,36 @@ def test_a_rollout_without_advantages_leaves_the_weights_as_they_are(pool: RankP
     assert changed == []
 
 
+def weights_after_skipped_steps(
+    world: World, settings: MegatronTrainerSettings, samples: list[TrainSample], directory: Path, num_trained: int | None
+) -> dict[str, Tensor]:
+    """Take `num_trained` optimizer steps, skip two and save, or restore (None); then take another step, and return the weights."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    steps = shares.to_train(worker, train_batches.batch(samples))
+    if num_trained is None:
+        worker.restore(directory)
+    else:
+        worker.train([*steps * num_trained, None, None])
+        worker.save(directory)
+    worker.train(steps)
+    return {name: tensor.clone() for name, tensor in worker.named_weights()}
+
+
+@pytest.mark.parametrize(("num_trained", "is_distributed"), [(0, True), (2, False)])
+def test_training_resumes_after_skipped_steps(
+    pool: RankPool, checkpoint: Path, tmp_path: Path, num_trained: int, is_distributed: bool
+) -> None:
+    """Skipped steps count for the learning rate, but not for Adam, which has no moments if all steps were skipped."""
+    place = OptimizerFlags(use_distributed_optimizer=is_distributed)
+    settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, optimizer=ADAM, optimizer_place=place)
+    given = settings, train_batches.samples(LENGTHS), tmp_path / "saved"
+    uninterrupted, _ = pool.run(2, weights_after_skipped_steps, *given, num_trained)
+    resumed, _ = pool.run(2, weights_after_skipped_steps, *given, None)
+    assert all(torch.equal(resumed[name], weight) for name, weight in uninterrupted.items())
+
+
 def norm_of_gradients(world: World, settings: MegatronTrainerSettings, samples: list[TrainSample]) -> float | None:
     """Return the gradient norm on rank 0."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker

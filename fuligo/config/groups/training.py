@@ -63,10 +63,10 @@ class AlgorithmFlags(FlagGroup):
     opd_teacher_url: Url | None = flag(
         None, "http://host:port of an engine or router that serves the teacher; default: the model named teacher in --sglang-config"
     )
-    skip_zero_advantages: bool = flag(
-        False,
-        "leave samples whose advantages are all 0 out of training, and skip optimizer steps that have no others (their trainer "
-        "log-probabilities are not recorded)",
+    skip_zero_advantages: bool | None = flag(
+        None,
+        "leave samples whose advantages are all 0 out of training, and skip optimizer steps that have no others (default: if such samples "
+        "have no gradient, and neither --exact-on-policy nor --custom-tis-function-path reads them)",
     )
     custom_advantage_function_path: str | None = slime(
         None, "hook: (args, samples) -> advantages [R] of each sample, replaces the estimator"

@@ -115,7 +115,8 @@ def _not_finite(metrics: MetricColumns) -> Iterator[Alarm]:
         if not values or not finite(values):
             continue
         began = next(row for row, value in enumerate(values) if value is not None)
-        if found := stretches([row > began and value is None for row, value in enumerate(metrics.column(key))]):
+        missing = [value is None and not skipped for value, skipped in zip(metrics.column(key), _nothing_trained(metrics), strict=True)]
+        if found := stretches([row > began and is_missing for row, is_missing in enumerate(missing)]):
             watch = _Watch(key, "error", f"{key} is not a number", lambda _: [], "")
             text = "The update was skipped or corrupted the weights. Look at that step's samples and resume from a checkpoint before it."
             yield _alarm(metrics, watch, found[-1], text)
@@ -148,7 +149,7 @@ def _above(limit: float) -> Callable[[Values], list[bool]]:
 
 def _first_median(values: Values, number: int = 5) -> float | None:
     """Return the median of the first values; None if there are none."""
-    return median(finite(values[:10])[:number])
+    return median(finite(values)[:number])
 
 
 def _entropy_collapses(values: Values) -> list[bool]:
@@ -170,6 +171,17 @@ def _learned(metrics: MetricColumns) -> list[bool]:
         and (LEARNED_REWARD <= reward <= 1 or (same is not None and same > 0.5 and reward > start and reward >= 0.9 * max(finite(rewards))))
         for reward, same in zip(rewards, equal, strict=True)
     ]
+
+
+def _nothing_trained(metrics: MetricColumns) -> list[bool]:
+    """Return whether no sample of the rollout had an advantage, so that no other metric of training exists, by row."""
+    return [share == 1 for share in metrics.column("train/skipped_share")]
+
+
+def _learned_or_without_reward(metrics: MetricColumns) -> list[bool]:
+    """Return whether another alarm, or success, explains that nothing is trained, by row."""
+    rewards = metrics.column("rollout/reward_mean")
+    return [is_learned or reward == 0 for is_learned, reward in zip(_learned(metrics), rewards, strict=True)]
 
 
 def _halves(values: Values) -> list[bool]:
@@ -235,8 +247,12 @@ _TRUNCATED = (
     "--rollout-max-response-len."
 )
 _EQUAL = (
-    "In up to {worst:.0%} of the groups all rewards are equal. Try harder or easier prompts, or dynamic sampling; "
-    "--skip-zero-advantages trains without them."
+    "In up to {worst:.0%} of the groups all rewards are equal; estimators that compare the samples of a group learn nothing from these. "
+    "Try harder or easier prompts, more samples per prompt, or dynamic sampling, which replaces such groups."
+)
+_NOT_TRAINED = (
+    "All advantages of a rollout are 0, usually because all rewards of each group are equal: its optimizer steps are skipped, and the "
+    "weights stay as they are. Read some samples, then try harder or easier prompts, more samples per prompt, or dynamic sampling."
 )
 _WAITING = (
     "Up to {worst:.0f} requests wait on average, more than run: the KV caches are too small (engine/kv_usage_max near 1), or the engines "
@@ -272,6 +288,15 @@ WATCHES = (
     ),
     _Watch("rollout/truncated_ratio", "warning", "Many responses are truncated", _above(MANY_TRUNCATED), _TRUNCATED, LASTING_STEPS),
     _Watch("rollout/zero_std_ratio", "note", "Most groups have equal rewards", _above(0.8), _EQUAL, LASTING_STEPS),
+    _Watch(
+        "train/skipped_share",
+        "warning",
+        "Rollouts are not trained",
+        lambda values: [value == 1 for value in values],
+        _NOT_TRAINED,
+        LASTING_STEPS,
+        _learned_or_without_reward,
+    ),
     _Watch("engine/num_waiting_mean", "warning", "Most requests wait in the engines", _above(0), _WAITING, LASTING_STEPS, _most_run),
     _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _FAILED),
 )

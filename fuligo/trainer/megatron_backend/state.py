@@ -152,8 +152,8 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
     """
     opened = _agreed(world, lambda: _Opened.of(directory, state, world))
     _read_weights(opened.tensors, opened.weights)
-    set_step(state.optimizer, opened.saved.progress.num_optimizer_steps)
-    if opened.saved.progress.num_optimizer_steps:
+    set_step(state.optimizer, opened.saved.progress.num_updates)
+    if opened.saved.progress.num_updates:
         for held, parameter in _trained(opened.weights, state.optimizer):
             values = parameter.tensors()
             for shard in _state_shards(held, parameter, values):
@@ -172,6 +172,7 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
         logger.info("%s was saved with another layout (%s); random states are not restored", directory, opened.saved.layout)
     state.progress.num_optimizer_steps = opened.saved.progress.num_optimizer_steps
     state.progress.num_rollouts = opened.saved.progress.num_rollouts
+    state.progress.num_skipped_steps = opened.saved.progress.num_skipped_steps
 
 
 def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames, world: World) -> None:
@@ -210,7 +211,7 @@ class _Opened:
         _check_weights(tensors, weights, state.saved_names)
         if state.reference is not None:
             _check_shapes(tensors, {_REFERENCE + held.weight.megatron: held.weight.shape for held in weights})
-        if saved.progress.num_optimizer_steps:
+        if saved.progress.num_updates:
             _check_trained(tensors, weights)
         if state.adapter is not None:
             require_scaling(directory, state.adapter.names.adapter.scaling)
@@ -223,7 +224,7 @@ def _shards(state: MegatronState) -> Iterator[Shard]:
     yield from (part.shard for held in own for part in held.parts)
     if state.reference is not None:
         yield from _reference_shards(own, state.reference)
-    if state.progress.num_optimizer_steps:
+    if state.progress.num_updates:
         written = {id(held.tensor) for held in own}
         for held, parameter in _trained(weights, state.optimizer):
             if held.is_first_copy and (parameter.is_spread or id(held.tensor) in written):

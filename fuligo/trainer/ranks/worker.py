@@ -140,8 +140,8 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         metrics: list[dict[str, float]] = []
         with profiled(self.settings.profile, rollout=self.progress.num_rollouts, rank=self.world.rank, device=self.world.device):
             for step in steps:
-                if step is None:  # skipped, but the learning-rate schedule counts it
-                    self.progress.num_optimizer_steps += 1
+                if step is None:
+                    self.progress.skip_step()
                     continue
                 gradients, of_step = self._optimizer_steps(step)
                 own = (of_model for of_model in gradients if of_model is not None)
@@ -157,8 +157,8 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         num_tokens = sum(gradients.num_tokens for gradients in policies)
         means = {f"train/{name}": value for name, value in mean_of_steps(metrics).items()}
         means["train/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
-        if self.settings.shares_prefixes:
-            means["train/shared_prefix_share"] = sum(gradients.num_shared_tokens for gradients in policies) / max(1, num_tokens)
+        if self.settings.shares_prefixes and num_tokens:  # none if all steps were skipped
+            means["train/shared_prefix_share"] = sum(gradients.num_shared_tokens for gradients in policies) / num_tokens
         scores = {i: score for gradients in policies for i, score in gradients.scores.items()}
         return StepResult(means, scores, num_tokens, rank_spans=[spans for _, spans in gathered])
 

@@ -195,7 +195,7 @@ class _Saved:
     progress: Progress
     weights: TensorFiles
     moments: TensorFiles | None
-    """Optimizer state; None if the checkpoint was saved before the first optimizer step."""
+    """Optimizer state; None if the checkpoint was saved before the first update of the weights."""
 
     @classmethod
     def open(cls, learner: Learner, progress: Progress, *, weights: TensorFiles, directory: Path) -> Self:
@@ -203,7 +203,7 @@ class _Saved:
 
         Raises CheckpointError if names or shapes of tensors are not those of the model.
         """
-        moments = TensorFiles(directory, stem="optimizer") if progress.num_optimizer_steps else None
+        moments = TensorFiles(directory, stem="optimizer") if progress.num_updates else None
         own = _shapes(adapter_tensors(learner.model)) if has_adapter(learner.model) else _weight_shapes(learner.model)
         carried = {} if _holds_mtp(own) else {name: shape for name, shape in weights.shapes.items() if name.startswith(MTP_PREFIX)}
         weights.check_shapes(own | carried)
@@ -227,8 +227,7 @@ class _Saved:
             parameter = parameters[parameter_name]
             own = full.to(parameter.device) if key == "step" else shard_like(full, parameter)
             state[parameter][key] = own.clone()  # on a CPU, `own` maps the file's memory, which cannot be freed for engines
-        self.learner.progress.num_optimizer_steps = self.progress.num_optimizer_steps
-        self.learner.progress.num_rollouts = self.progress.num_rollouts
+        self.learner.progress = self.progress
 
     def read_carried(self) -> dict[str, Tensor]:
         """Return the tensors of an MTP layer that the model has not loaded."""

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuligo.config import Config
 from fuligo.config.changes import apply_changes
 from fuligo.config.findings import Change, Severity
 from fuligo.config.validate import findings
-from tests.unit.config.conftest import MakeConfig, config_with
+from tests.unit.config.conftest import PPO, MakeConfig, config_with
 
 
 @given(
@@ -210,3 +211,42 @@ def test_sizes_of_the_cluster(values: dict[str, Any], train: int, rollout: int, 
 )
 def test_the_longest_sample(values: dict[str, Any], tokens: int | None) -> None:
     assert config_with(**values).max_sample_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("values", "skips"),
+    [
+        ({}, True),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.0}, True),
+        ({"advantage_estimator": "gspo", "calculate_per_token_loss": True}, True),
+        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.01}, True),
+        ({"use_tis": True, "tis_mode": "sequence-mask"}, True),
+        ({"use_opsm": True, "use_rollout_logprobs": True}, True),
+        ({"use_opd": True, "opd_teacher_url": "http://teacher:1"}, True),
+        ({"num_steps_per_rollout": 2, "before_train_step_path": "my.hook"}, True),
+        ({"custom_advantage_function_path": "my.advantages", "custom_reward_post_process_path": "my.rewards"}, True),
+        ({"use_rollout_routing_replay": True}, True),
+        ({"use_routing_replay": True, "num_steps_per_rollout": 2}, True),
+        ({"lora_rank": 8}, True),
+        ({"exact_on_policy": True}, False),
+        ({"use_tis": True, "custom_tis_function_path": "my.weights"}, False),
+        ({"loss_type": "sft_loss"}, False),
+        ({"loss_type": "custom_loss", "custom_loss_function_path": "my.loss"}, False),
+        ({"entropy_coef": 0.01}, False),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, False),
+        ({"custom_pg_loss_reducer_function_path": "my.reduce"}, False),
+        ({"custom_model_provider_path": "my.model"}, False),
+        ({"mtp_num_layers": 1, "enable_mtp_training": True}, False),
+        ({**PPO, "num_critic_only_steps": 2}, False),
+    ],
+)
+def test_samples_without_advantage_are_left_out_where_nothing_depends_on_them(values: dict[str, Any], skips: bool) -> None:
+    assert config_with(**values).resolved_skip_zero_advantages == skips
+    for choice in (True, False):
+        assert config_with(**values, skip_zero_advantages=choice).resolved_skip_zero_advantages == choice
+
+
+@pytest.mark.parametrize("flag", ["moe_aux_loss_coeff", "moe_router_bias_update_rate"])
+def test_samples_without_advantage_are_trained_where_experts_are_balanced(flag: str) -> None:
+    assert not Config.model_validate({"megatron": {flag: 0.001}}).resolved_skip_zero_advantages
+    assert Config.model_validate({"megatron": {flag: 0.0}}).resolved_skip_zero_advantages

@@ -32,6 +32,7 @@ NO_EFFECT: dict[str, list[tuple[Any, Values]]] = {
         (True, {"use_kl_loss": True, "kl_loss_coef": 0.1}),
         (True, PPO),
         (True, {"custom_pg_loss_reducer_function_path": "my.reduce"}),
+        (False, {"entropy_coef": 0.01}),
     ],
     "tis_mode": [("icepop", {})],
     "tis_clip": [(3.0, {})],

@@ -68,6 +68,31 @@ def test_training_resumes_bit_for_bit(settings, saved):
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("num_trained", [0, 1])
+def test_training_resumes_bit_for_bit_after_skipped_steps(settings, tmp_path, num_trained):
+    """Skipped steps count for the learning rate, but not for AdamW, which has no moments if all steps were skipped."""
+    worker = worker_of(settings)
+    for seed in range(num_trained):
+        train(worker, seed)
+    worker.train([None, None])
+    worker.save(tmp_path / "saved")
+    resumed = worker_of(settings)
+    resumed.restore(tmp_path / "saved")
+    assert resumed.progress == worker.progress and resumed.progress.num_skipped_steps == 2
+    assert train(resumed, seed=2) == train(worker, seed=2)
+    for (name, ours), (_, theirs) in zip(resumed.named_weights(), worker.named_weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_checkpoint_without_a_count_of_skipped_steps_has_none(settings, saved):
+    fields = json.loads((saved / "trainer.json").read_text())
+    del fields["num_skipped_steps"]
+    (saved / "trainer.json").write_text(json.dumps(fields))
+    worker = worker_of(settings)
+    worker.restore(saved)
+    assert (worker.progress.num_optimizer_steps, worker.progress.num_skipped_steps) == (2, 0)
+
+
 def test_a_worker_that_stays_on_the_device_trains_as_one_that_leaves_it(settings, tmp_path):
     """Its moments exist before the first step, so that engines that start then find only the memory that stays free."""
     alone, stays = worker_of(settings), worker_of(replace(settings, stays_on_device=True))

@@ -103,7 +103,7 @@ async def test_a_step_without_advantages_leaves_weights_and_optimizer_as_they_ar
     result = await trainer.train(train_batches.batch(without_advantages(samples, every=1), num_steps=2))
     assert result.metrics == {"train/num_skipped_steps": 2, "train/skipped_share": 1.0, "train/tokens_per_s": 0.0}
     assert result.scores == {} and result.num_tokens == 0
-    assert trainer.worker.progress == replace(progress, num_rollouts=progress.num_rollouts + 1, num_optimizer_steps=3), "for the schedule"
+    assert trainer.worker.progress == replace(progress, num_rollouts=progress.num_rollouts + 1, num_optimizer_steps=3, num_skipped_steps=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
     await trainer.close()
 

@@ -15,7 +15,16 @@ const GROUPS = [
   ],
   [
     "Training",
-    ["train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/clip_fraction", "train/logprob_abs_diff", "rollout/staleness"],
+    [
+      "train/loss",
+      "train/entropy",
+      "train/kl",
+      "train/grad_norm",
+      "train/clip_fraction",
+      "train/logprob_abs_diff",
+      "train/skipped_share",
+      "rollout/staleness",
+    ],
   ],
   ["GPUs", ["perf/gpu_utilization", "perf/gpu_memory", /^perf\/gpu\/\d+\/(utilization|memory)$/]],
   ["Speed", ["perf/step_s", "rollout/tokens_per_s", "train/tokens_per_s", "perf/idle_fraction"]],
@@ -38,7 +47,8 @@ function groupsOf(keys) {
   return { groups, rest: [...left].sort() };
 }
 
-// Move redundant curves from the groups to the rest: metrics that repeat another one, and pass rates that never change.
+// Move redundant curves from the groups to the rest: metrics that repeat another one, and pass rates and shares of skipped samples
+// that never change.
 // `points`: values of all shown runs, by key.
 function withoutRepetition({ groups, rest }, points) {
   const seen = new Map();
@@ -49,7 +59,7 @@ function withoutRepetition({ groups, rest }, points) {
       const values = points(key);
       // Means of the same numbers differ in their last bits where they are summed in another order.
       const text = JSON.stringify(values, (_, value) => (typeof value === "number" ? Number(value.toPrecision(9)) : value));
-      const isFlat = /\/pass@/.test(key) && values.every((run) => run.length >= 3 && run.every((value) => value === run[0]));
+      const isFlat = /\/pass@|\/skipped_share$/.test(key) && values.every((run) => run.length >= 3 && run.every((value) => value === run[0]));
       const isNew = !isFlat && !(values.some((run) => run.length >= 2) && seen.has(text));
       if (isNew) seen.set(text, key);
       else moved.push(key);

@@ -119,6 +119,28 @@ def test_answers_that_shrink_while_the_reward_rises_raise_an_alarm(
         assert "while the reward rose: the policy may be exploiting the reward" in shrinking[0].text
 
 
+@pytest.mark.parametrize(
+    ("rewards", "is_alarm"),
+    [([0.5] * 8, True), ([0.0] * 8, False), ([1.0] * 8, False)],  # another alarm says that the reward is 0; 1 is learned
+)
+def test_rollouts_without_advantages_raise_an_alarm(tmp_path: Path, rewards: list[float], is_alarm: bool) -> None:
+    found = rows(tmp_path, train__skipped_share=[0.5] * 5 + [1.0] * 3, rollout__reward_mean=rewards)
+    titles = [alarm.title for alarm in found if alarm.key == "train/skipped_share"]
+    assert titles == (["Rollouts are not trained since step 5"] if is_alarm else [])
+
+
+def test_metrics_that_a_skipped_rollout_does_not_have_are_not_infinite(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trained, skipped = {"train/loss": 0.1, "train/grad_norm": 1.0, "train/skipped_share": 0.5}, {"train/skipped_share": 1.0}
+    broken = {**trained, "train/loss": None}
+    for last, titles in ((skipped, []), (broken, ["train/loss is not a number in step 4"])):
+        steps = [trained, skipped, trained, trained, last]
+        path.write_bytes(b"".join(orjson.dumps({"step": step, **row}) + b"\n" for step, row in enumerate(steps)))
+        metrics = MetricColumns(path)
+        metrics.update()
+        assert [alarm.title for alarm in alarms(metrics)] == titles
+
+
 def test_requests_that_wait_for_memory_raise_an_alarm(tmp_path: Path) -> None:
     """Means of a run whose engine had found little free memory at its start, and of one whose first wave waited for prefill."""
     (alarm,) = rows(tmp_path, engine__num_running_mean=[105, 100, 109, 126], engine__num_waiting_mean=[677, 499, 595, 665])

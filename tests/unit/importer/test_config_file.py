@@ -68,6 +68,16 @@ def test_the_last_of_two_values_counts_and_is_warned_of(imported: Import):
     assert any("given twice" in warning for warning in result.warnings)
 
 
+def test_samples_that_slime_would_train_are_named(imported: Import):
+    def named(arguments: str) -> bool:
+        return any(
+            "set skip_zero_advantages: false" in warning for warning in imported_config(imported(f"python3 train.py {arguments}")).warnings
+        )
+
+    assert named("--lr 1e-6")
+    assert not named("--entropy-coef 0.01") and not named("--loss-type sft_loss")
+
+
 def test_all_wrong_flags_are_reported_together(imported: Import):
     with pytest.raises(ConfigError) as refused:
         imported_config(imported("python3 train.py --rolout-batch-size 3 --lr fast"))

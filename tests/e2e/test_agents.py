@@ -35,7 +35,7 @@ def train(model: Path, prompts: Path, run_dir: Path, **flags: object) -> list[di
     """Train on the answers of an agent; return the samples that were kept."""
     end_id = tiny.tokenizer().convert_tokens_to_ids("<|end|>")
     settings = {"rm_type": None, "rollout_stop_token_ids": end_id, "n_samples_per_prompt": 2, "max_tokens_per_gpu": 8192, **flags}
-    succeed(*train_command(model, prompts, run_dir=run_dir, **settings))
+    succeed(*train_command(model, prompts, no_skip_zero_advantages=True, run_dir=run_dir, **settings))
     rows = [row for row in sample_rows(run_dir, *COLUMNS) if row["kept"]]
     # The trainer's log-probabilities are those of the engine only if it sees the ids that the engine saw.
     for row in rows:

@@ -246,7 +246,7 @@ def test_sampling_that_never_stops_learns(tmp_path: Path) -> None:
 def test_requests_that_a_weight_sync_interrupts_continue_where_they_stopped(job: Job, tmp_path: Path) -> None:
     """The engine is slow, so that many syncs interrupt requests; weights barely change, so that all versions' log-probabilities agree."""
     run_dir = tmp_path / "run"
-    slow = {"rollout_max_response_len": 120, "embedded_max_running_requests": 6, "lr": 1e-12}
+    slow = {"rollout_max_response_len": 120, "embedded_max_running_requests": 6, "lr": 1e-12, "no_skip_zero_advantages": True}
     succeed(*job(**slow, async_mode="full", max_staleness=3, use_tis=True, num_rollout=4, run_dir=run_dir))
     kept = [row for row in sample_rows(run_dir, "kept", "versions", "engine_logprobs", "trainer_logprobs") if row["kept"]]
     interrupted = [row for row in kept if len(set(row["versions"])) > 1]

@@ -23,6 +23,7 @@ def test_an_agent_is_trained_on_the_tokens_that_the_engines_sampled(running: Fle
             rollout_stop_token_ids=tiny.tokenizer().convert_tokens_to_ids("<|end|>"),
             rollout_external_engine_addrs=list(running.group.urls),
             embedded_num_threads=None,
+            no_skip_zero_advantages=True,
             num_rollout=2,
             run_dir=tmp_path,
         ),

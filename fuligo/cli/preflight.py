@@ -107,7 +107,7 @@ def _engines(config: Config) -> Iterator[str]:
     if chosen_launcher(config) != "local" or not any(group.num_engines for group in engine_groups(config)):
         return
     python = config.engine.interpreter
-    versions = package_versions(("sglang", "sglang-router"), python, config.engine_environment.settings())
+    versions = package_versions(config.engine_capabilities.packages, python, config.engine_environment.settings())
     if missing := [package for package, version in versions.items() if version is None]:
         yield (
             f"SGLang engines (--rollout-num-gpus, --sglang-*): {python} has no {' and no '.join(missing)}; install them there "

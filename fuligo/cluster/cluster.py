@@ -16,7 +16,7 @@ from fuligo.cluster.placement import Placement, engine_parts, place
 from fuligo.cluster.rank import ActorRank, TrainerRank
 from fuligo.cluster.reservation import AGENT_TIMEOUT_S, Bundle, Device, Reservation, reserve, start_agent
 from fuligo.config import Config
-from fuligo.engines.sglang.server import EnginePlace, ServerSettings
+from fuligo.engines.backend import EnginePlace, SettingsT
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.ranks.settings import TrainerSettings
 from fuligo.trainer.ranks.trainer import RankedTrainer
@@ -54,16 +54,16 @@ class RayCluster:
             for number, slots in enumerate(placement.engines)
         }
 
-    async def engine_places(self) -> list[EnginePlace]:
+    async def engine_places(self, port_sizes: Sequence[int]) -> list[EnginePlace]:
         """Return the places of the engines, in order, with ports claimed on their nodes."""
         firsts = [parts[0] for parts in self._parts.values()]
-        ports = await asyncio.gather(*(part.agent.claim_engine_ports.remote() for part in firsts))
+        ports = await asyncio.gather(*(part.agent.claim_ports.remote(tuple(port_sizes)) for part in firsts))
         return [
             EnginePlace(part.host, its_ports, part.gpu_ids, num_nodes=len(parts))
             for part, its_ports, parts in zip(firsts, ports, self._parts.values())
         ]
 
-    def start_engine(self, settings: ServerSettings) -> RemoteServer:
+    def start_engine(self, settings: SettingsT) -> RemoteServer[SettingsT]:
         """Start an engine on its nodes; return before it is ready."""
         return RemoteServer(settings, self._parts[settings.name])
 

@@ -1,16 +1,16 @@
-"""SGLang engines on the nodes of a Ray cluster, with the interface that the fleet needs."""
+"""Engines on the nodes of a Ray cluster, with the interface that backends need."""
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from ray.exceptions import RayError
 
 from fuligo.cluster.rank import reason
-from fuligo.engines.sglang.server import PROBE_TIMEOUT_S, ServerSettings, answers, require_key
+from fuligo.engines.backend import PROBE_TIMEOUT_S, SettingsT
 from fuligo.errors import EngineError
 
 POLL_S = 0.2
@@ -30,21 +30,18 @@ class RemotePart:
     gpu_ids: tuple[int, ...]
 
 
-class RemoteServer:
-    """Engine on one or more nodes, dead if one of its parts has ended. Implements `engines.sglang.server.Server`."""
+class RemoteServer(Generic[SettingsT]):
+    """Engine on one or more nodes, dead if one of its parts has ended. Implements `engines.backend.Server`."""
 
-    def __init__(self, settings: ServerSettings, parts: Sequence[RemotePart]) -> None:
+    def __init__(self, settings: SettingsT, parts: Sequence[RemotePart]) -> None:
         """Start one process tree on each node, with the rendezvous at the first node's address; return before the engine is ready."""
-        # Make the paths absolute, since the working directories of the nodes differ.
-        model = Path(settings.model_path)
-        self.settings = settings = replace(
-            settings, log_file=settings.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else str(model)
-        )
+        self.settings = settings = settings.with_absolute_paths()
         self.url = settings.url
         self._parts = parts
         self.is_lost = False
+        log_file = settings.log_file
         self._starting = [
-            part.agent.start.remote(replace(settings, node_rank=number, gpu_ids=part.gpu_ids, log_file=_log_of(settings, number)))
+            part.agent.start.remote(settings, number, part.gpu_ids, log_file if len(parts) == 1 else _log_of_part(log_file, number))
             for number, part in enumerate(parts)
         ]
         self._endings = [asyncio.create_task(self._ending(number)) for number in range(len(parts))]
@@ -61,7 +58,7 @@ class RemoteServer:
 
     async def wait_ready(self) -> None:
         deadline = time.monotonic() + self.settings.start_timeout_s
-        while not await answers(self.url, PROBE_TIMEOUT_S):
+        while not await self.answers(PROBE_TIMEOUT_S):
             self.check_alive()
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -69,10 +66,10 @@ class RemoteServer:
                     f"({self.settings.log_file}) ends:\n{await self._last_lines()}"
                 )
             await asyncio.sleep(POLL_S)
-        await require_key(self.settings)
+        await self.settings.require_key()
 
     async def answers(self, timeout_s: float) -> bool:
-        return await answers(self.url, timeout_s)
+        return await self.settings.answers(timeout_s)
 
     async def stop(self) -> None:
         calls = (asyncio.wait_for(part.agent.stop.remote(self.settings.name), STOP_TIMEOUT_S) for part in self._parts)
@@ -99,5 +96,5 @@ class RemoteServer:
             return f"{self.settings.name} is lost with its node {part.host}: {reason(error)}"
 
 
-def _log_of(settings: ServerSettings, part: int) -> Path:
-    return settings.log_file if settings.num_nodes == 1 else settings.log_file.with_stem(f"{settings.log_file.stem}-node-{part}")
+def _log_of_part(log_file: Path, number: int) -> Path:
+    return log_file.with_stem(f"{log_file.stem}-node-{number}")

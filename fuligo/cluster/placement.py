@@ -58,14 +58,14 @@ def place(config: Config) -> Placement:
 def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
     """Split an engine's slots by node, in order.
 
-    `name`: engine's name for the error. Raises ConfigError if the parts are unequal, because SGLang splits an engine evenly over its nodes.
+    `name`: engine's name for the error. Raises ConfigError if the parts are unequal, because an engine is split evenly over its nodes.
     """
     nodes = list(dict.fromkeys(node for node, _ in slots))
     parts = tuple(EnginePart(node, tuple(index for its_node, index in slots if its_node == node)) for node in nodes)
     sizes = [len(part.slots) for part in parts]
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"cannot place {name}: it would have {' and '.join(map(str, sizes))} GPUs on its nodes, but SGLang needs equal numbers; choose "
+            f"cannot place {name}: it would have {' and '.join(map(str, sizes))} GPUs on its nodes, but it needs equal numbers; choose "
             "a --rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
         )
     return parts

@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fuligo.cluster.node import GUARDS_LIVE, use_interface_of
 from fuligo.config.python_path import with_inherited_path
 from fuligo.config.secret import Environment
+from fuligo.engines.backend import EngineSettings, NodePart
 from fuligo.engines.host import LOOPBACK, PortClaims
-from fuligo.engines.server_process import last_lines
-from fuligo.engines.sglang.server import ServerPorts, ServerSettings, SGLangServer
+from fuligo.engines.server_process import ServerProcess, last_lines
 from fuligo.errors import ConfigError, EngineError
 from fuligo.limits import raise_open_files
 
@@ -39,14 +39,15 @@ class NodeAgent:
         self._host = host
         self._gpus = in_physical_order(ray.get_gpu_ids())
         self._claims = PortClaims()
-        self._servers: dict[str, SGLangServer] = {}
+        self._servers: dict[str, ServerProcess] = {}
 
     async def gpus(self) -> tuple[str, ...]:
         """Return the run's GPUs on this node by slot, as CUDA_VISIBLE_DEVICES names them."""
         return self._gpus
 
-    async def claim_engine_ports(self) -> ServerPorts:
-        return ServerPorts.claim(self._claims)
+    async def claim_ports(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Claim runs of consecutive ports of these sizes; return the first port of each."""
+        return tuple(map(self._claims.claim, sizes))
 
     async def missing(self, paths: list[str]) -> list[str]:
         """Return the paths that do not exist on this node, after waiting for them for up to `APPEARANCE_TIMEOUT_S`."""
@@ -57,13 +58,11 @@ class NodeAgent:
                 return unseen
             await asyncio.sleep(POLL_S)
 
-    async def start(self, settings: ServerSettings) -> None:
-        """Start an engine's part on this node; return before it is ready."""
-        if settings.node_rank > 0:
-            settings = replace(settings, listens_at=(self._host, self._claims.claim()))
-        if self._gpus:  # an engine's GPU indices count its visible GPUs
-            settings = replace(settings, environment=settings.environment.merged({"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}))
-        self._servers[settings.name] = SGLangServer(settings)
+    async def start(self, settings: EngineSettings, number: int, gpu_ids: tuple[int, ...], log_file: Path) -> None:
+        """Start part `number` of an engine on this node; return before it is ready."""
+        environment = Environment({"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)} if self._gpus else {})
+        part = NodePart(number, self._host, gpu_ids, log_file, environment)
+        self._servers[settings.name] = settings.start_part(part, self._claims)
 
     async def ending(self, name: str) -> str:
         """Wait until the engine's process has ended; return how it ended, with the last lines of its log."""

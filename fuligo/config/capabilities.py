@@ -109,6 +109,8 @@ class EngineCapabilities:
     """Device on which the engine computes log-probabilities that equal the torch trainer's bit for bit (--exact-on-policy)."""
     weight_transports: tuple[str, ...]
     """Values of --update-weight-transport that engines accept, besides auto."""
+    packages: tuple[str, ...] = ()
+    """Packages that engines need in the environment of --engine-python."""
     memory_flags: tuple[str, ...]
     """Flags that change the GPU memory of an engine."""
 
@@ -136,6 +138,7 @@ ENGINE_CAPABILITIES: Mapping[str, EngineCapabilities] = {
         keeps_requests=True,
         exact_on="cuda",
         weight_transports=("tensor", "nccl", "gloo", "disk"),
+        packages=("sglang", "sglang-router"),
         memory_flags=("--sglang-mem-fraction-static", "--rollout-num-gpus-per-engine"),
     ),
 }

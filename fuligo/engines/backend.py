@@ -6,14 +6,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 from fuligo.config import Config
 from fuligo.config.config import ServedModel
+from fuligo.config.secret import Environment
 from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
-from fuligo.engines.sglang.server import EnginePlace, Server, ServerSettings
+from fuligo.engines.host import PortClaims
+from fuligo.engines.server_process import ServerProcess
 from fuligo.errors import EngineError, FuligoError
 from fuligo.formats.engine_keys import EngineKeys
 from fuligo.formats.weight_manifest import EngineFormat
@@ -123,14 +125,113 @@ class SharedEngines:
     fleet: EngineFleet | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class EnginePlace:
+    """Host, ports and GPUs of an engine."""
+
+    host: str
+    """Address of the engine's first node for driver and trainer."""
+    ports: tuple[int, ...]
+    """Ports that are claimed on the first node: the first of each run of consecutive ports."""
+    gpu_ids: tuple[int, ...] = ()
+    """GPUs on the first node; empty on a CPU."""
+    num_nodes: int = 1
+
+
+@dataclass(slots=True, frozen=True)
+class NodePart:
+    """Part of an engine on one node, as the node starts it."""
+
+    number: int
+    """Index of the node among the engine's nodes."""
+    host: str
+    """Address of the node."""
+    gpu_ids: tuple[int, ...]
+    """GPUs of the part among those that `environment` makes visible; empty on a CPU."""
+    log_file: Path
+    environment: Environment
+    """Variables that the node sets for the part."""
+
+
+class EngineSettings(Protocol):
+    """Settings of one engine that hosts can start. Can be pickled: each node of the engine gets a copy."""
+
+    @property
+    def name(self) -> str:
+        """Name in messages and logs, `engine N`, with the engine's index among those of the run."""
+        ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def log_file(self) -> Path: ...
+
+    @property
+    def start_timeout_s(self) -> float: ...
+
+    def with_absolute_paths(self) -> Self:
+        """Return a copy in which all paths are absolute, for nodes with other working directories."""
+        ...
+
+    def start_part(self, part: NodePart, claims: PortClaims) -> ServerProcess:
+        """Start the engine's part on this node; return before it is ready. `claims`: ports of the node."""
+        ...
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Return whether the engine accepts requests; an engine that does not answer in time does not."""
+        ...
+
+    async def require_key(self) -> None:
+        """Check that the engine, which accepts requests, requires its keys. Raises EngineError if it does not."""
+
+
+SettingsT = TypeVar("SettingsT", bound=EngineSettings)
+Settings_co = TypeVar("Settings_co", bound=EngineSettings, covariant=True)
+PROBE_TIMEOUT_S = 5.0
+"""Seconds in which a starting engine must answer a probe; it is probed again until its `start_timeout_s` has passed."""
+
+
+class Server(Protocol[Settings_co]):
+    """Started engine, on this machine or others."""
+
+    url: str
+    is_lost: bool
+    """True if the server's machine is lost: it cannot be restarted, and requests to it are never answered."""
+
+    @property
+    def settings(self) -> Settings_co: ...
+
+    @property
+    def alive(self) -> bool:
+        """True if the server's processes run, as far as this process knows."""
+        ...
+
+    def check_alive(self) -> None:
+        """Check that the server is running. Raises EngineError with the last lines of its log if it has ended."""
+
+    async def wait_ready(self) -> None:
+        """Wait until the server accepts requests. Raises EngineError with the last lines of its log if it does not."""
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Return whether the server's health check succeeds in time."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop the server; return when it and all its children have ended."""
+
+
 class EngineHosts(Protocol):
     """Machines of a cluster that run engines."""
 
-    async def engine_places(self) -> list[EnginePlace]:
-        """Return the places of all engines, in order."""
+    async def engine_places(self, port_sizes: Sequence[int]) -> list[EnginePlace]:
+        """Return the places of all engines, in order.
+
+        `port_sizes`: sizes of the runs of consecutive ports to claim for each engine.
+        """
         ...
 
-    def start_engine(self, settings: ServerSettings) -> Server:
+    def start_engine(self, settings: SettingsT) -> Server[SettingsT]:
         """Start an engine on its nodes; return before it is ready."""
         ...
 
@@ -173,6 +274,10 @@ class EngineBackend(Protocol):
         """Return the dtype that the engines compute in, if flags set it; None: the dtype of `--hf-checkpoint`."""
         ...
 
+    def claimed_ports(self, config: Config) -> list[int]:
+        """Return the sizes of the runs of consecutive ports that a run claims on a machine with all its engines."""
+        ...
+
 
 def engine_backend(config: Config) -> EngineBackend:
     """Return the backend of a run: `BACKEND` in `engines/NAME/backend.py`."""
@@ -199,7 +304,7 @@ async def stopped_at_exit(process: StartedProcess) -> AsyncIterator[None]:
 
 
 def connect_to(config: Config, urls: Sequence[str], keys: EngineKeys, stack: AsyncExitStack) -> EngineGroup:
-    """Return the group of engines that SGLang does not run for this run; `stack` closes the connections."""
+    """Return the group of engines without a supervisor; `stack` closes the connections."""
     timeout_s = config.rollout.rollout_timeout_s
     deadlines = ControlDeadlines.of_others(request_timeout_s=timeout_s, start_timeout_s=config.engine.engine_start_timeout_s)
     retries = config.rollout.rollout_retries

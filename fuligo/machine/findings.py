@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuligo.config.capabilities import ENGINE_CAPABILITIES, TRAINER_CAPABILITIES
 from fuligo.environments.tools.python import PythonSettings, check_sandbox, shared_interpreters
 from fuligo.errors import ConfigError
 from fuligo.machine.facts import SHARED_MEMORY, Machine
@@ -15,7 +16,11 @@ from fuligo.machine.packages import package_version, temporary_problem
 from fuligo.quantities import count
 
 PACKAGES = ("transformers", "safetensors", "pydantic", "pyarrow", "aiohttp", "fastapi", "uvicorn", "math-verify")
-OPTIONAL_PACKAGES = ("tensorboard", "wandb", "sglang", "sglang-router", "megatron-core", "transformer-engine", "ray")
+BACKEND_PACKAGES = (
+    *(package for engine in ENGINE_CAPABILITIES.values() for package in engine.packages),
+    *(package for trainer in TRAINER_CAPABILITIES.values() for package in (*trainer.packages, *trainer.gpu_packages)),
+)
+OPTIONAL_PACKAGES = ("tensorboard", "wandb", *BACKEND_PACKAGES, "ray")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from fuligo.config import Config
 from fuligo.config.schemas import BACKENDS, schema
 from fuligo.config.topology import engine_groups
+from fuligo.engines.backend import engine_backend
 from fuligo.engines.host import PortClaims
-from fuligo.engines.sglang.server import PORTS_PER_ENGINE
 from fuligo.errors import EngineError
 from fuligo.machine.facts import Machine
 from fuligo.machine.findings import Finding
@@ -44,8 +44,8 @@ def _packages(config: Config, machine: Machine, versions: Versions) -> Iterator[
         yield _package(versions, here, package, pinned.get(package))
     if engine_groups(config):
         python = config.engine.interpreter
-        for group in ("sglang", "router"):
-            yield _package(versions, python, schema(group).package, pinned[schema(group).package], config.engine_environment.settings())
+        for package in config.engine_capabilities.packages:
+            yield _package(versions, python, package, pinned.get(package), config.engine_environment.settings())
     if config.num_nodes > 1:
         yield _package(versions, here, "ray")
     if config.data.multimodal_keys:
@@ -142,17 +142,18 @@ def _shared_bytes(config: Config, machine: Machine) -> int:
 
 def _ports(config: Config) -> Iterator[Finding]:
     """Yield a finding on whether the ports that the engines need can be claimed; release them afterwards."""
-    num_engines = sum(group.num_engines for group in engine_groups(config))
-    if num_engines == 0:
+    sizes = engine_backend(config).claimed_ports(config)
+    if not sizes:
         return
+    engines = count(sum(group.num_engines for group in engine_groups(config)), "engine")
     with PortClaims() as claims:
         try:
-            for size in [1, 1, *[1, PORTS_PER_ENGINE, 1] * num_engines]:
+            for size in sizes:
                 claims.claim(size)
         except EngineError as error:
-            yield Finding("ports", f"for a router and {count(num_engines, 'engine')}", str(error))
+            yield Finding("ports", f"for {engines}", str(error))
             return
-    yield Finding("ports", f"free for a router and {count(num_engines, 'engine')}")
+    yield Finding("ports", f"free for {engines}")
 
 
 def _open_files(config: Config, machine: Machine) -> Finding:

@@ -35,8 +35,8 @@ class Gpu:
             return None
         return (
             f"{self.used_bytes / GIB:.1f} of its {self.memory_bytes / GIB:.1f} GiB are in use, but a plan counts them as free: a run may "
-            "exhaust the memory, and SGLang allocates a smaller KV cache; end the processes that use it (nvidia-smi lists them), or choose "
-            "other GPUs with CUDA_VISIBLE_DEVICES"
+            "exhaust the memory, and an engine allocates a smaller KV cache; end the processes that use it (nvidia-smi lists them), or "
+            "choose other GPUs with CUDA_VISIBLE_DEVICES"
         )
 
 

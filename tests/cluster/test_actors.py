@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 
 import ray
 
+from fuligo.cluster.engines import RemotePart, RemoteServer
 from fuligo.cluster.rank import ActorRank
 from fuligo.cluster.reservation import in_physical_order, reserve, start_agent
 from fuligo.config.secret import Environment
@@ -25,6 +26,7 @@ from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSetting
 from fuligo.trainer.ranks.trainer import RankedTrainer
 from tests import train_batches
 from tests.cluster.listening_rank import ListeningRank
+from tests.cluster.plain_engine import PlainEngine
 
 LAYOUT = Layout(cp=2, num_ranks=4)
 """Two replicas of two ranks."""
@@ -61,9 +63,9 @@ async def test_an_engine_counts_its_gpus_among_those_that_it_sees(cluster: None,
         agent = start_agent(reservation, bundle, "cuda", Environment())
         try:
             assert await agent.gpus.remote() == ("5", "7")
-            place = {"gpu_ids": (1,), "python": str(interpreter)}
-            ports = ServerPorts(1, 2, 3)
-            await agent.start.remote(ServerSettings("engine 0", "model", 1, 1, {}, "regular", "cuda", "127.0.0.1", ports, log, **place))
+            ports, python = ServerPorts(1, 2, 3), str(interpreter)
+            settings = ServerSettings("engine 0", "model", 1, 1, {}, "regular", "cuda", "127.0.0.1", ports, log, python=python)
+            await agent.start.remote(settings, 0, (1,), log)
             while not (log.exists() and "takes" in log.read_text()):  # noqa: ASYNC110  # a file can only be polled
                 await asyncio.sleep(0.1)
             await agent.stop.remote("engine 0")
@@ -72,6 +74,25 @@ async def test_an_engine_counts_its_gpus_among_those_that_it_sees(cluster: None,
             reservation.close()
     assert "sees 5,7, takes" in log.read_text()
     assert "--base-gpu-id 1" in log.read_text(), "the second of them has the number 7 on the machine"
+
+
+async def test_a_node_starts_engines_of_any_backend(cluster: None, tmp_path: Path) -> None:
+    async with asyncio.timeout(120):
+        reservation = await reserve([1], "cpu")
+        [bundle] = reservation.bundles
+        agent = start_agent(reservation, bundle, "cpu", Environment())
+        try:
+            http, first = await agent.claim_ports.remote((1, 2))
+            assert http not in (first, first + 1)
+            settings = PlainEngine("engine 0", bundle.host, (http, first), tmp_path / "engine.txt")
+            server = RemoteServer(settings, [RemotePart(agent, bundle.host, ())])
+            await server.wait_ready()
+            assert server.alive and await server.answers(10.0)
+            await server.stop()
+            assert not (server.is_lost or await settings.answers(10.0))
+        finally:
+            ray.kill(agent)
+            reservation.close()
 
 
 async def test_a_rank_gets_its_replicas_samples_and_reads_them_in_the_object_store(cluster: None, tmp_path: Path) -> None:

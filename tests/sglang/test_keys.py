@@ -14,7 +14,7 @@ from fuligo.engines.generation import SamplingParams
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang import server as server_module
 from fuligo.engines.sglang.fleet import Fleet
-from fuligo.engines.sglang.server import SGLangServer, require_key
+from fuligo.engines.sglang.server import SGLangServer
 from fuligo.errors import EngineError
 from tests.e2e.processes import descendants
 from tests.sglang.conftest import KEYS
@@ -109,11 +109,11 @@ def test_nobody_else_can_read_the_keys(running: Fleet) -> None:
 async def test_an_engine_that_answers_everybody_is_not_used(running: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     server = running.servers[0]
     assert isinstance(server, SGLangServer)
-    await require_key(server.settings)
+    await server.settings.require_key()
 
     async def answer(_: object) -> None:
         return None
 
     monkeypatch.setattr(server_module.EngineClient, "model_info", answer)
     with pytest.raises(EngineError, match=r"cannot use engine 0 .*: it accepts requests without its key"):
-        await require_key(server.settings)
+        await server.settings.require_key()

@@ -75,6 +75,10 @@ class EmbeddedBackend:
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
         return resolve_precision(config.engine.embedded_dtype, device)
 
+    def claimed_ports(self, config: Config) -> list[int]:
+        """Return no sizes, because the engine listens on any free port."""
+        return []
+
 
 BACKEND = EmbeddedBackend()
 

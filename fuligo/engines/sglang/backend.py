@@ -12,7 +12,7 @@ from fuligo.config import Config
 from fuligo.config.config import ServedModel
 from fuligo.config.secret import Environment, reveal
 from fuligo.config.topology import EngineGroupSpec, engine_groups, keeps_draft, policy_model
-from fuligo.engines.backend import EngineHosts, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
+from fuligo.engines.backend import EngineHosts, EnginePlace, LaunchedEngines, LentEngine, LentEngines, SharedEngines, stopped_at_exit
 from fuligo.engines.client import POLICY_ADAPTER
 from fuligo.engines.connection import ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
@@ -20,7 +20,7 @@ from fuligo.engines.group import EngineGroup
 from fuligo.engines.host import LOOPBACK, PortClaims
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings
 from fuligo.engines.sglang.router import RouterSettings
-from fuligo.engines.sglang.server import CPU_ARGUMENTS, EnginePlace, ServerPorts, ServerSettings, SGLangServer
+from fuligo.engines.sglang.server import CPU_ARGUMENTS, PORT_SIZES, ServerPorts, ServerSettings, SGLangServer
 from fuligo.engines.shared_client import RunRequests, SharedEngineClient
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
@@ -59,7 +59,7 @@ class SGLangBackend:
         elif not turn.is_set():
             turn_file = stack.enter_context(private_directory("fuligo-turn-")) / "turn"
         claims = stack.enter_context(PortClaims())
-        places = local_places(config, claims) if hosts is None else await hosts.engine_places()
+        places = local_places(config, claims) if hosts is None else await hosts.engine_places(PORT_SIZES)
         start = SGLangServer if hosts is None else hosts.start_engine
 
         async def launch(settings: FleetSettings) -> Fleet:
@@ -120,6 +120,11 @@ class SGLangBackend:
             return None
         arguments = {**(CPU_ARGUMENTS if device == "cpu" else POLICY_ON_GPU), **dict(policy.arguments.items())}
         return _DTYPES.get(arguments.get("dtype", "auto"))
+
+    def claimed_ports(self, config: Config) -> list[int]:
+        groups = engine_groups(config)
+        routers = [1, 1] * len({group.model for group in groups})  # for requests and for Prometheus
+        return [*routers, *PORT_SIZES * sum(group.num_engines for group in groups)]
 
 
 BACKEND = SGLangBackend()
@@ -184,7 +189,9 @@ def local_places(config: Config, claims: PortClaims) -> list[EnginePlace]:
     per_node = max(config.total_num_gpus, 1)
     slots = engine_slots(trainers, sum(group.num_gpus for group in groups), per_node, shares=config.shares_gpus)
     return [
-        EnginePlace(LOOPBACK, ServerPorts.claim(claims), tuple(slots[number][1] for number in numbers) if device == "cuda" else ())
+        EnginePlace(
+            LOOPBACK, tuple(map(claims.claim, PORT_SIZES)), tuple(slots[number][1] for number in numbers) if device == "cuda" else ()
+        )
         for numbers in engine_gpus(groups)
     ]
 
@@ -210,7 +217,7 @@ def _servers(
             worker_type=group.worker_type,
             device=resolve_device(config),
             host=place.host,
-            ports=place.ports,
+            ports=ServerPorts(*place.ports),
             log_file=directory / f"engine-{number}.txt",
             number=number,
             gpu_ids=place.gpu_ids,

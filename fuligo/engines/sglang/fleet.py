@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from fuligo.engines.backend import SharedDevices, SyncRestarted
+from fuligo.engines.backend import Server, SharedDevices, SyncRestarted
 from fuligo.engines.client import EngineClient
 from fuligo.engines.connection import DEFAULT, ControlDeadlines
 from fuligo.engines.engine import InferenceEngine
 from fuligo.engines.group import EngineGroup
 from fuligo.engines.sglang.router import Router, RouterSettings, launch_router
-from fuligo.engines.sglang.server import Server, ServerSettings, SGLangServer
+from fuligo.engines.sglang.server import ServerSettings, SGLangServer
 from fuligo.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ ENDING_S = 15.0
 """Seconds that a crashed SGLang may take to end: it closes its port first, then logs the error."""
 ENDING_POLL_S = 0.5
 """Seconds between checks of whether a server that does not answer has ended."""
-Start = Callable[[ServerSettings], Server]
+Start = Callable[[ServerSettings], Server[ServerSettings]]
 """Function that starts an engine, on this machine or on its node, and does not wait until it is ready."""
 
 
@@ -52,7 +52,7 @@ class FleetSettings:
 class FleetEngine:
     """Engine of a fleet. A restart replaces the server and the client."""
 
-    server: Server
+    server: Server[ServerSettings]
     client: InferenceEngine
     health_timeout_s: float
     num_restarts: int = 0
@@ -102,7 +102,9 @@ class FleetEngine:
 class Fleet:
     """Running engines and their router, used through `group`."""
 
-    def __init__(self, settings: FleetSettings, servers: Sequence[Server], router: Router, start: Start = SGLangServer) -> None:
+    def __init__(
+        self, settings: FleetSettings, servers: Sequence[Server[ServerSettings]], router: Router, start: Start = SGLangServer
+    ) -> None:
         self._settings = settings
         self._start = start
         self.router = router
@@ -129,7 +131,7 @@ class Fleet:
         return not any(engine.is_moving for engine in self._engines)
 
     @property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[Server[ServerSettings]]:
         return [engine.server for engine in self._engines]
 
     @classmethod
@@ -138,7 +140,7 @@ class Fleet:
 
         Raises EngineError with the last lines of the log if one did not start; all others are stopped first.
         """
-        servers: list[Server] = []
+        servers: list[Server[ServerSettings]] = []
         routers: list[Router] = []
 
         async def start_router() -> None:
@@ -381,5 +383,5 @@ async def _with_next_sync(_: InferenceEngine) -> bool:
     return False
 
 
-async def _stop_all(*processes: Server | Router) -> None:
+async def _stop_all(*processes: Server[ServerSettings] | Router) -> None:
     await asyncio.gather(*(process.stop() for process in processes))

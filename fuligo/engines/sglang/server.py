@@ -9,11 +9,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fuligo.config.passthrough import command_line
 from fuligo.config.secret import Environment
 from fuligo.engines.answers import WeightLabel
+from fuligo.engines.backend import PROBE_TIMEOUT_S, NodePart
 from fuligo.engines.client import EngineClient
 from fuligo.engines.host import PortClaims, endpoint, is_loopback, use_loopback_interface
 from fuligo.engines.server_process import ServerProcess, secrets_of
@@ -21,10 +22,11 @@ from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import CONTROL_VARIABLE, NO_KEYS, REQUESTS_VARIABLE, EngineKeys
 from fuligo.formats.private import kernel_cache
 
-PROBE_TIMEOUT_S = 5.0
 PORTS_PER_ENGINE = 64
 """Consecutive ports for torch.distributed and, under DP attention, for messages between SGLang's processes, counted up from
 `dist_init_addr`."""
+PORT_SIZES = (1, PORTS_PER_ENGINE, 1)
+"""Sizes of the runs of consecutive ports of one engine, in the order of the fields of `ServerPorts`."""
 LAUNCH = f"""
 import gc, os, runpy, sys
 keys = dict(api_key=os.environ.pop("{REQUESTS_VARIABLE}"), admin_api_key=os.environ.pop("{CONTROL_VARIABLE}"))
@@ -110,25 +112,12 @@ class ServerPorts:
     @classmethod
     def claim(cls, claims: PortClaims) -> ServerPorts:
         """Claim the ports of one engine on this machine."""
-        return cls(claims.claim(), claims.claim(PORTS_PER_ENGINE), claims.claim())
-
-
-@dataclass(slots=True, frozen=True)
-class EnginePlace:
-    """Host, ports and GPUs of an engine."""
-
-    host: str
-    """Address of the engine's first node for driver and trainer."""
-    ports: ServerPorts
-    """Ports that are claimed on the first node."""
-    gpu_ids: tuple[int, ...] = ()
-    """GPUs on the first node; empty on a CPU, or if the node assigns them."""
-    num_nodes: int = 1
+        return cls(*(claims.claim(size) for size in PORT_SIZES))
 
 
 @dataclass(slots=True, frozen=True)
 class ServerSettings:
-    """Settings of an engine, or of its part on one node."""
+    """Settings of an engine, or of its part on one node. Implements `engines.backend.EngineSettings`."""
 
     name: str
     """Name in messages and logs: `engine 3`."""
@@ -165,6 +154,44 @@ class ServerSettings:
     @property
     def url(self) -> str:
         return f"http://{endpoint(self.host, self.ports.http)}"
+
+    def with_absolute_paths(self) -> ServerSettings:
+        model = Path(self.model_path)  # or the name of a model on the Hub
+        return replace(self, log_file=self.log_file.absolute(), model_path=str(model.absolute()) if model.exists() else self.model_path)
+
+    def start_part(self, part: NodePart, claims: PortClaims) -> SGLangServer:
+        return SGLangServer(
+            replace(
+                self,
+                node_rank=part.number,
+                gpu_ids=part.gpu_ids,
+                listens_at=(part.host, claims.claim()) if part.number > 0 else None,
+                log_file=part.log_file,
+                environment=self.environment.merged(part.environment),
+            )
+        )
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Return whether the engine's `/health` succeeds in time."""
+        client = EngineClient(self.url, retries=0)
+        try:
+            return await client.is_healthy(timeout_s)
+        finally:
+            await client.close()
+
+    async def require_key(self) -> None:
+        for keys, ask in ((NO_KEYS, EngineClient.model_info), (replace(self.keys, control=self.keys.requests), EngineClient.resume)):
+            client = EngineClient(self.url, keys, retries=0)
+            try:
+                await ask(client)
+            except EngineError:
+                continue
+            finally:
+                await client.close()
+            raise EngineError(
+                f"cannot use {self.name} ({self.url}): it accepts requests without its key, so anyone could change its weights; "
+                f"install the SGLang version that fuligo supports (engine log: {self.log_file})"
+            )
 
     def command(self) -> list[str]:
         """Return the command that starts the engine."""
@@ -243,37 +270,8 @@ class ServerSettings:
         return ["sglang.srt.managers.scheduler"] * num_schedulers + detokenizer
 
 
-class Server(Protocol):
-    """Started engine process, on this machine or another."""
-
-    url: str
-    is_lost: bool
-    """True if the server's machine is lost: it cannot be restarted, and requests to it are never answered."""
-
-    @property
-    def settings(self) -> ServerSettings: ...
-
-    @property
-    def alive(self) -> bool:
-        """True if the server's processes run, as far as this process knows."""
-        ...
-
-    def check_alive(self) -> None:
-        """Check that the server is running. Raises EngineError with the last lines of its log if it has ended."""
-
-    async def wait_ready(self) -> None:
-        """Wait until the server accepts requests. Raises EngineError with the last lines of its log if it does not."""
-
-    async def answers(self, timeout_s: float) -> bool:
-        """Return whether `/health` succeeds in time."""
-        ...
-
-    async def stop(self) -> None:
-        """Stop the server; return when it and all its children have ended."""
-
-
 class SGLangServer(ServerProcess):
-    """`Server` on this machine."""
+    """Engine, or its part, on this machine. Implements `engines.backend.Server`."""
 
     is_lost = False
 
@@ -291,35 +289,10 @@ class SGLangServer(ServerProcess):
     async def wait_ready(self) -> None:
         await self.wait_until(self._has_turn, math.inf)
         await self.wait_until(lambda: self.answers(PROBE_TIMEOUT_S), self.settings.start_timeout_s)
-        await require_key(self.settings)
+        await self.settings.require_key()
 
     async def answers(self, timeout_s: float) -> bool:
-        return await answers(self.url, timeout_s)
+        return await self.settings.answers(timeout_s)
 
     async def _has_turn(self) -> bool:
         return self.settings.turn is None or self.settings.turn.exists()
-
-
-async def require_key(settings: ServerSettings) -> None:
-    """Check that a ready engine requires its keys. Raises EngineError if it answers calls without the right key."""
-    for keys, ask in ((NO_KEYS, EngineClient.model_info), (replace(settings.keys, control=settings.keys.requests), EngineClient.resume)):
-        client = EngineClient(settings.url, keys, retries=0)
-        try:
-            await ask(client)
-        except EngineError:
-            continue
-        finally:
-            await client.close()
-        raise EngineError(
-            f"cannot use {settings.name} ({settings.url}): it accepts requests without its key, so anyone could change its weights; "
-            f"install the SGLang version that fuligo supports (engine log: {settings.log_file})"
-        )
-
-
-async def answers(url: str, timeout_s: float) -> bool:
-    """Return whether the engine's `/health` succeeds in time."""
-    client = EngineClient(url, retries=0)
-    try:
-        return await client.is_healthy(timeout_s)
-    finally:
-        await client.close()

@@ -9,11 +9,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from fuligo.engines.backend import Server
 from fuligo.engines.client import EngineClient
 from fuligo.engines.sglang import fleet as fleet_module
 from fuligo.engines.sglang.fleet import Fleet, FleetSettings, Start
 from fuligo.engines.sglang.router import RouterSettings
-from fuligo.engines.sglang.server import Server, ServerPorts, ServerSettings
+from fuligo.engines.sglang.server import ServerPorts, ServerSettings
 from fuligo.errors import EngineError
 from fuligo.formats.engine_keys import NO_KEYS
 
@@ -153,7 +154,7 @@ async def test_without_another_of_its_kind_the_run_ends(servers: list[str], rout
             await fleet.watch()
 
 
-def crash(server: Server) -> None:
+def crash(server: Server[ServerSettings]) -> None:
     assert isinstance(server, ScriptedServer)
     server.crashing = True
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from fuligo.engines.sglang.server import SYNC_PLUGIN, ServerSettings, answers
+from fuligo.engines.sglang.server import SYNC_PLUGIN, ServerSettings
 from fuligo.errors import EngineError
 from fuligo.formats.payload import decode_named_tensors
 
@@ -78,12 +78,12 @@ class DyingServer:
             raise EngineError(f"{self.settings.name} is gone")
 
     async def wait_ready(self) -> None:
-        while not await answers(self.url, 5.0):
+        while not await self.answers(5.0):
             self.check_alive()
             await asyncio.sleep(0.02)
 
     async def answers(self, timeout_s: float) -> bool:
-        return await answers(self.url, timeout_s)
+        return await self.settings.answers(timeout_s)
 
     def kill(self) -> None:
         self._process.kill()

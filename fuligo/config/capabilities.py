@@ -54,7 +54,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         sends_adapters=True,
         quantizes_base=True,
         shares_prefixes=True,
-        memory_flags=("--actor-num-gpus-per-node", "--max-tokens-per-gpu", "--gpu"),
+        memory_flags=("--actor-num-gpus-per-node", "--max-tokens-per-gpu"),
         saved_bytes=SavedBytes(weights=4, adapter=12, reference=4),
     ),
     "megatron": TrainerCapabilities(
@@ -66,7 +66,7 @@ TRAINER_CAPABILITIES: Mapping[str, TrainerCapabilities] = {
         needs_gpus=True,
         packages=("megatron-core",),
         gpu_packages=("transformer-engine",),
-        memory_flags=("--tensor-model-parallel-size", "--recompute-granularity", "--max-tokens-per-gpu", "--gpu"),
+        memory_flags=("--tensor-model-parallel-size", "--recompute-granularity", "--max-tokens-per-gpu"),
         # Checkpoints also contain the bf16 weights. An adapter is saved with the model, with the optimizer, and as a PEFT directory.
         saved_bytes=SavedBytes(weights=6, adapter=20, reference=2),
     ),

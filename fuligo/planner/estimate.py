@@ -57,7 +57,7 @@ def shortfall(subject: Subject, host_memory_bytes: int | None = None) -> float:
 
 def memory_findings(subject: Subject, numbers: Estimate, *, host_memory_given: bool) -> Iterator[Finding]:
     """Yield a finding for each kind of memory that does not fit: errors for GPUs and for a given host memory, else a warning."""
-    config, gpus = subject.config, f"--gpu {subject.gpu.name}"
+    config, gpus = subject.config, f"one {subject.gpu.name} GPU"
     if trainer := [bar for bar in numbers.memory if bar.pipeline_rank is not None and not bar.fits]:
         worst = max(trainer, key=lambda bar: bar.used_bytes)
         yield Finding(TRAINER, Severity.ERROR, f"{_excess(worst, of=gpus)}.", config.trainer_capabilities.memory_flags)

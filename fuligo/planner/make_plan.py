@@ -20,7 +20,7 @@ from fuligo.planner.subject import Assumed, Subject, read_subject
 from fuligo.planner.suggestions import remedies
 
 LAYOUT = "PLAN-LAYOUT"
-NO_REMEDY = "Use more or larger GPUs (--actor-num-nodes, --gpu); no single change or pair of changes is enough."
+NO_REMEDY = "Use more GPUs (--actor-num-nodes) or larger ones; no single change or pair of changes is enough."
 
 
 def make_plan(

@@ -41,8 +41,8 @@ def checked(config: Config, sharing: Sequence[Config] = ()) -> Checked:
     does not know, only the rules about flags.
     """
     devices = find_devices(config)
-    config, engine = with_installed_engine(config, len(devices))
     gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
+    config, engine = with_installed_engine(config, len(devices), None if gpu is None or sharing else gpu.name)
     warnings = tuple(_occupied(config, devices))
     try:
         if gpu is not None:
@@ -106,10 +106,10 @@ def find_devices(config: Config) -> tuple[Gpu, ...]:
     return devices[: len(names)]  # UUIDs: the devices are assumed to be of one model
 
 
-def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
+def with_installed_engine(config: Config, num_gpus: int, gpu: str | None = None) -> tuple[Config, list[str]]:
     """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and console lines about the choice.
 
-    If the trainer uses all GPUs, trainer and engine take turns; otherwise the engine gets separate GPUs.
+    `num_gpus` and `gpu`: GPUs of this machine, and their model for the plan that decides whether two are shared; None: two are not shared.
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
@@ -125,31 +125,36 @@ def with_installed_engine(config: Config, num_gpus: int) -> tuple[Config, list[s
         slower = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
         wanted = " ".join(f"{name}=={schema(group).version}" for name, group in (("sglang", "sglang"), ("sglang-router", "router")))
         return config, [f"{slower}; to use SGLang: {python} -m pip install {wanted}"]
-    return _with_sglang(config, num_gpus, "SGLang is installed")
+    return _with_sglang(config, num_gpus, gpu, "SGLang is installed")
 
 
-def with_assumed_engine(config: Config) -> tuple[Config, list[str]]:
+def with_assumed_engine(config: Config, gpu: str) -> tuple[Config, list[str]]:
     """Return the config with the engine that `fuligo train` chooses on a node with SGLang, and a note about the choice.
 
-    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs.
+    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`.
     """
     if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local" or _has_chosen_engine(config):
         return config, []
     num_gpus = config.cluster.num_gpus_per_node
     reason = f"assumed, as fuligo train chooses where SGLang is installed, with {count(num_gpus, 'GPU')} per node (--num-gpus-per-node)"
-    return _with_sglang(config, num_gpus, reason)
+    return _with_sglang(config, num_gpus, gpu, reason)
 
 
 def _has_chosen_engine(config: Config) -> bool:
     return config.cluster.rollout_backend != "auto" or not config.engine_capabilities.beside_trainer
 
 
-def _with_sglang(config: Config, num_gpus: int, reason: str) -> tuple[Config, list[str]]:
-    """Return the config with SGLang engines, which share the trainer's GPUs if it uses all `num_gpus`, and a line with the reason.
+def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str) -> tuple[Config, list[str]]:
+    """Return the config with SGLang engines, and a line with the reason.
 
-    The config is unchanged if SGLang would break a rule.
+    They share the trainer's GPUs if it uses all `num_gpus`, or if sharing two keeps both busy. The config is unchanged if SGLang would
+    break a rule.
     """
     changes = [Change(("cluster", "rollout_backend"), "sglang")]
+    two = [*changes, Change(("cluster", "colocate"), True), Change(("cluster", "actor_num_gpus_per_node"), 2)]
+    if num_gpus >= 2 and gpu is not None and _would_idle(config) and _can_run(shared := apply_changes(config, two), gpu):
+        idle = "with a GPU for each (--rollout-num-gpus 1), trainer or engine would idle"
+        return shared, [f"{as_typed(change_text(change) for change in two)}: {reason}; {idle}"]
     if config.trains and config.num_train_gpus >= num_gpus and not config.cluster.colocate:
         changes.append(Change(("cluster", "colocate"), True))
     elif config.trains and not config.cluster.colocate:
@@ -173,6 +178,22 @@ def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]
     if _breaks_rules(config, changed):
         return config, []
     return changed, [f"--colocate: trainer and engines need {config.total_num_gpus} separate GPUs, but this machine has {num_gpus}"]
+
+
+def _would_idle(config: Config) -> bool:
+    """Return whether no flag places trainer and engine, and they would work in turns, each on its own GPU."""
+    flags = config.cluster
+    given = (flags.colocate, flags.actor_num_gpus_per_node, flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine)
+    placed = any(given) or config.total_num_gpus != 1
+    return config.trains and not config.is_sft and config.rollout.async_mode == "sync" and not placed
+
+
+def _can_run(config: Config, gpu: str) -> bool:
+    """Return whether the plan for GPUs of the model `gpu` has no errors."""
+    try:
+        return not any(finding.severity is Severity.ERROR for finding in make_plan(config, gpu, "train").findings)
+    except ConfigError:
+        return False  # such as a model that the planner does not know
 
 
 def _breaks_rules(config: Config, changed: Config) -> bool:

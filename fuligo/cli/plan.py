@@ -69,11 +69,11 @@ def main(arguments: Sequence[str]) -> int:
         device = devices[0].name if devices else None
         reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
         notes.append(f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141")
-    config, engine = with_assumed_engine(config) if found is None else with_installed_engine(config, len(devices))
+    gpu = gpu or (DEFAULT_GPU if found is None else found.name)
+    config, engine = with_assumed_engine(config, gpu) if found is None else with_installed_engine(config, len(devices), gpu)
     notes += engine
     if found is not None and config.total_num_gpus > len(devices):
         notes.append(f"the run needs {config.total_num_gpus} GPUs like this machine's, which has {len(devices)}")
-    gpu = gpu or (DEFAULT_GPU if found is None else found.name)
     notes += _without_effect(config, assumed)
     plan = make_plan(config, gpu, plan_name(config, job), host_memory_bytes=host_memory_bytes, assumed=assumed)
     plan = replace(plan, findings=(*_refused_at_start(plan, config), *plan.findings, *_disk_warnings(plan, config)))

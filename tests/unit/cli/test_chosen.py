@@ -1,5 +1,6 @@
 """Tests of the choices that follow from this machine's GPUs and packages, with a driver that reports given GPUs."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from fuligo.cli import chosen
 from fuligo.cli.chosen import Checked, checked, with_assumed_engine, with_installed_engine
 from fuligo.config.command_line import parse
 from fuligo.config.findings import Severity
+from fuligo.config.flags import flags
 from fuligo.config.validate import described
 from tests import tiny
 
@@ -43,13 +45,36 @@ def errors(found: Checked) -> list[str]:
     return [finding.id for finding in found.findings if finding.severity is Severity.ERROR]
 
 
-@pytest.mark.parametrize("num_gpus, shares", [(1, True), (2, False)])
-def test_gpus_without_flags_sample_with_sglang_where_it_is_installed(model: Path, machine, num_gpus: int, shares: bool) -> None:
+def warned(found: Checked) -> bool:
+    """Return whether a warning says that trainer and engines idle in turns."""
+    return any(finding.id == "PLAN-SPLIT-GPUS" for finding in found.findings)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 8])
+def test_gpus_without_flags_sample_with_sglang_where_it_is_installed(model: Path, machine, num_gpus: int) -> None:
+    """Up to two GPUs are used, and none idles."""
     machine(num_gpus)
     found = plan(model)
-    assert found.config.resolved_rollout_backend == "sglang" and found.config.cluster.colocate is shares
-    assert found.choices[0].endswith("SGLang is installed")
-    assert errors(found) == []
+    assert found.config.resolved_rollout_backend == "sglang" and found.config.cluster.colocate
+    assert found.config.num_train_gpus == found.config.total_num_gpus == min(num_gpus, 2)
+    assert "SGLang is installed" in found.choices[0] and ("--rollout-num-gpus 1" in found.choices[0]) is (num_gpus > 1)
+    assert errors(found) == [] and not warned(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine_gpus"),
+    [
+        ("--async-mode one-step", 1), ("--async-mode full --max-staleness 1", 1), ("--rollout-num-gpus 1", 1),
+        ("--actor-num-gpus-per-node 1", 1), ("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", 2),
+        ("--lora-rank 8 --lora-sync adapter", 1),
+    ],
+)  # fmt: skip
+def test_trainer_and_engine_have_separate_gpus_if_a_flag_or_a_rule_says_so(model: Path, machine, flags: str, engine_gpus: int) -> None:
+    machine(4)
+    found = plan(model, flags)
+    assert errors(found) == [] and found.config.resolved_rollout_backend == "sglang" and not found.config.cluster.colocate
+    assert (found.config.num_train_gpus, found.config.num_rollout_only_gpus) == (1, engine_gpus)
+    assert warned(found) is ("--async-mode" not in flags)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
@@ -64,11 +89,19 @@ def test_a_plan_elsewhere_has_the_engine_of_a_machine_with_sglang(model: Path, m
     machine(num_gpus)
     gpus = f"--num-gpus-per-node {num_gpus} --actor-num-gpus-per-node 1"
     config = parse(["--hf-checkpoint", str(model), *JOB.split(), *gpus.split(), *flags.split()]).config
-    there, _ = with_installed_engine(config, 0 if config.cluster.device == "cpu" else num_gpus)
-    planned, notes = with_assumed_engine(config)
+    there, _ = with_installed_engine(config, 0 if config.cluster.device == "cpu" else num_gpus, "h200-141")
+    planned, notes = with_assumed_engine(config, "h200-141")
     assert planned == there
     assert bool(notes) is (planned != config)
     assert all("where SGLang is installed" in note and f"{num_gpus} GPU" in note for note in notes)
+
+
+@pytest.mark.parametrize(("gpu", "name"), [("NVIDIA GeForce RTX 4090, 24564", "qwen3-4b"), ("NVIDIA T4, 15360", "smollm2")])
+def test_two_gpus_are_not_shared_without_a_plan_that_fits(machine, gpu: str, name: str) -> None:
+    machine(2, gpu)
+    found = checked(parse(["--hf-checkpoint", str(EXAMPLES / name / "model"), *JOB.split()]).config)
+    assert found.config.cluster.rollout_num_gpus == 1 and not found.config.cluster.colocate
+    assert errors(found) == (["PLAN-MEMORY-TRAINER"] if name == "qwen3-4b" else [])
 
 
 def test_colocated_engines_get_no_gpus_of_their_own(model: Path, machine) -> None:
@@ -93,6 +126,7 @@ def test_runs_that_share_engines_choose_the_same_arguments(model: Path, machine)
     one, other = (parse(["--hf-checkpoint", str(model), *JOB.split(), "--rollout-batch-size", size]).config for size in ("24", "72"))
     found = [checked(one, [other]), checked(other, [one])]
     assert {each.config.sglang.get("max_running_requests") for each in found} == {(24 + 72) * one.rollout.n_samples_per_prompt + 1}
+    assert not any(each.config.cluster.colocate for each in found), "trainers of several runs would take turns with the same engines"
 
 
 def test_without_sglang_a_line_says_what_that_costs(model: Path, machine) -> None:
@@ -124,13 +158,24 @@ def test_one_gpu_is_shared_also_where_a_flag_asks_for_sglang(model: Path, machin
     assert found.choices[0] == "--colocate: trainer and engines need 2 separate GPUs, but this machine has 1"
 
 
-def test_a_run_that_does_not_fit_is_refused_with_a_fix(machine) -> None:
-    machine(1, "NVIDIA GeForce RTX 4090, 24564")
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ("--rollout-backend sglang --colocate", "PLAN-MEMORY-TRAINER", "of one rtx-4090 GPU"),
+        ("--train-backend megatron --colocate", "PLAN-MEMORY-TRAINER", "--actor-num-nodes"),
+        ("--rollout-num-gpus 1 --lora-rank 8 --sglang-mem-fraction-static 0.1", "PLAN-MEMORY-ENGINE", "--sglang-mem-fraction-static"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_with_a_fix(machine, given: str, error: str, said: str) -> None:
+    """The fix names flags of `fuligo train` only, for which there is no other --gpu than this machine's."""
+    machine(2, "NVIDIA GeForce RTX 4090, 24564")
     path = EXAMPLES / "qwen3-4b" / "model"
-    found = checked(parse(["--hf-checkpoint", str(path), *JOB.split(), "--rollout-backend", "sglang", "--colocate"]).config)
-    assert "PLAN-MEMORY-TRAINER" in errors(found)
-    (refusal,) = (finding for finding in found.findings if finding.id == "PLAN-MEMORY-TRAINER")
-    assert "--ignore-memory-plan" in described(refusal, found.config)
+    found = checked(parse(["--hf-checkpoint", str(path), *JOB.split(), *given.split()]).config)
+    (refusal,) = (finding for finding in found.findings if finding.id == error)
+    text = described(refusal, found.config)
+    assert "--ignore-memory-plan" in text and said in text
+    named = {*re.findall(r"--[a-z][a-z0-9-]*", text), *refusal.flags}
+    assert named <= {flag.option for flag in flags().values()} | {"--sglang-mem-fraction-static", "--sglang-kv-cache-dtype"}
 
 
 def test_a_run_that_does_not_fit_by_the_plan_starts_if_a_flag_says_so(machine) -> None:

@@ -23,6 +23,17 @@ def test_logprobs_are_those_of_the_softmax(num_rows: int, num_logits: int) -> No
     torch.testing.assert_close(logprobs, wanted, rtol=1e-5, atol=1e-4)
 
 
+def test_padded_rows_give_what_a_copy_of_them_gives() -> None:
+    torch.manual_seed(0)
+    padded, temperatures = 4 * torch.randn(300, 49_280, device="cuda"), torch.full((300, 1), 0.9, device="cuda")
+    padded[:, 49_152:] = 1e4  # would be drawn
+    drawn = []
+    for logits in (padded[:, :49_152], padded[:, :49_152].contiguous()):
+        torch.cuda.manual_seed(11)
+        drawn.append(fuligo_draw.draw(logits, temperatures))
+    assert torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])
+
+
 @pytest.mark.parametrize("spread", [0.0, 2.0, 6.0])
 def test_frequencies_are_the_probabilities(spread: float) -> None:
     """Count 2 million draws from 100,000 tokens, in 500 groups, with nearly uniform and with peaked distributions."""

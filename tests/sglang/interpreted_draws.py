@@ -31,6 +31,17 @@ def check_logprobs() -> None:
     assert tokens.dtype == torch.int32 and tokens[3] == logits[3].argmax() and tokens[4] < fuligo_draw.LOGITS
 
 
+def check_padded_rows() -> None:
+    """Rows that are parts of longer ones, as with a padded vocabulary in float32, give what a copy of them gives."""
+    padded, temperatures = 5 * torch.randn(4, fuligo_draw.LOGITS + 100), torch.full((4, 1), 0.9)
+    padded[:, -60:] = 1e4  # would be drawn
+    drawn = []
+    for logits in (padded[:, :-60], padded[:, :-60].contiguous()):
+        torch.manual_seed(11)
+        drawn.append(fuligo_draw.draw(logits, temperatures))
+    assert torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])
+
+
 def check_distribution() -> None:
     """Compare frequencies with the softmax, and draws of neighboring rows with those of independent ones."""
     logits = torch.tensor([3.0, 1.0, 0.0, -torch.inf, 2.0, -1.0]).repeat(ROWS, 1)
@@ -80,6 +91,7 @@ def check_damaged_logits() -> None:
 
 
 check_logprobs()
+check_padded_rows()
 check_distribution()
 check_small_temperatures()
 check_seeds()

@@ -24,7 +24,7 @@ def draw(logits: Tensor, temperatures: Tensor, replica: int = 0) -> tuple[Tensor
     A row that has NaN, or no finite logit, ends the process on a GPU, as in `torch.multinomial`.
 
     Args:
-        logits: float32 [R, V], contiguous
+        logits: float32 [R, V]; a row is contiguous, and may be part of a longer one (a padded vocabulary)
         temperatures: float32 [R, 1], positive
         replica: index among replicas that have the same seed and draw for different requests
 
@@ -32,20 +32,20 @@ def draw(logits: Tensor, temperatures: Tensor, replica: int = 0) -> tuple[Tensor
         int32 [R] and float32 [R].
     """
     num_rows, num_logits = logits.shape
-    num_parts = triton.cdiv(num_logits, LOGITS)
+    num_parts, stride = triton.cdiv(num_logits, LOGITS), logits.stride(0)
     seed = torch.empty(replica + 1, dtype=torch.int64, device=logits.device).random_()[replica:]
     sums = torch.empty(num_rows, num_parts, 3, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
-    _draw_parts[(num_rows, num_parts)](logits, temperatures, seed, sums, chosen, num_logits, num_parts, LOGITS, num_warps=8)
+    _draw_parts[(num_rows, num_parts)](logits, temperatures, seed, sums, chosen, stride, num_logits, num_parts, LOGITS, num_warps=8)
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    _combine[(num_rows,)](logits, temperatures, sums, chosen, tokens, logprobs, num_logits, num_parts, triton.next_power_of_2(num_parts))
+    _combine[(num_rows,)](logits, temperatures, sums, chosen, tokens, logprobs, stride, num_parts, triton.next_power_of_2(num_parts))
     torch._assert_async(logprobs.isfinite().all(), "cannot sample: logits are NaN or infinite")
     return tokens, logprobs
 
 
 @triton.jit
-def _draw_parts(logits, temperatures, seed, sums, chosen, num_logits, num_parts, LOGITS: tl.constexpr):
+def _draw_parts(logits, temperatures, seed, sums, chosen, stride, num_logits, num_parts, LOGITS: tl.constexpr):
     """Write a part's largest logit, denominator and largest noisy logit to `sums` [R, P, 3], and the latter's token to `chosen`.
 
     Denominator and noisy logit are relative to the largest logit: divided by a small temperature, a logit may be so large that adding noise
@@ -53,7 +53,7 @@ def _draw_parts(logits, temperatures, seed, sums, chosen, num_logits, num_parts,
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * LOGITS + tl.arange(0, LOGITS)
-    values = tl.load(logits + row * num_logits + columns, columns < num_logits, other=float("-inf"))
+    values = tl.load(logits + row * stride + columns, columns < num_logits, other=float("-inf"))
     peak = tl.max(values, 0)
     above = tl.where(peak == float("-inf"), 0.0, peak)  # -inf - -inf would be NaN
     scaled = (values - above) / tl.load(temperatures + row)
@@ -72,7 +72,7 @@ def _draw_parts(logits, temperatures, seed, sums, chosen, num_logits, num_parts,
 
 
 @triton.jit
-def _combine(logits, temperatures, sums, chosen, tokens, logprobs, num_logits, num_parts, PARTS: tl.constexpr):
+def _combine(logits, temperatures, sums, chosen, tokens, logprobs, stride, num_parts, PARTS: tl.constexpr):
     """Write the token of a row and its log-probability."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, PARTS)
@@ -85,4 +85,4 @@ def _combine(logits, temperatures, sums, chosen, tokens, logprobs, num_logits, n
     best = tl.argmax(tl.load(sums + 3 * at + 2, is_part, other=float("-inf")) + scaled, 0)
     token = tl.load(chosen + row * num_parts + tl.minimum(best, num_parts - 1))
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, (tl.load(logits + row * num_logits + token) - peak) / temperature - tl.log(total))
+    tl.store(logprobs + row, (tl.load(logits + row * stride + token) - peak) / temperature - tl.log(total))

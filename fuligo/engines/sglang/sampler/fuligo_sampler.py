@@ -60,7 +60,7 @@ def draws_from_all(sampler: Any, logits: Any, requests: Any) -> bool:
 
     return (
         logits.is_cuda
-        and logits.is_contiguous()
+        and logits.stride(-1) == 1
         and len(logits) > 0
         and not (requests.is_all_greedy or requests.need_top_p_sampling or requests.need_top_k_sampling or requests.need_min_p_sampling)
         and requests.sampling_seed is None

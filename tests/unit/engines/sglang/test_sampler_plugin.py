@@ -36,14 +36,14 @@ class Sampler:
 
 
 class Logits:
-    def __init__(self, *, is_cuda: bool = True, num_rows: int = 2) -> None:
-        self.is_cuda, self.num_rows = is_cuda, num_rows
+    def __init__(self, *, is_cuda: bool = True, num_rows: int = 2, strides: tuple[int, int] = (8, 1)) -> None:
+        self.is_cuda, self.num_rows, self.strides = is_cuda, num_rows, strides
 
     def __len__(self) -> int:
         return self.num_rows
 
-    def is_contiguous(self) -> bool:
-        return True
+    def stride(self, dim: int) -> int:
+        return self.strides[dim]
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_other_requests_get_sglangs_sampler(plugin: Any, name: str) -> None:
 def test_log_probabilities_of_other_tokens_and_other_devices_get_sglangs_sampler(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for others in ((True, [0, 5], [None, None]), (True, [0, 0], [None, [7]])):
         assert sampled(plugin, Sampler(), Logits(), Requests(), *others)[0] == "own"
-    for logits in (Logits(is_cuda=False), Logits(num_rows=0)):
+    for logits in (Logits(is_cuda=False), Logits(num_rows=0), Logits(strides=(1, 8))):
         assert sampled(plugin, Sampler(), logits, Requests())[0] == "own"
     assert sampled(plugin, Sampler(rl_on_policy_target="fsdp"), Logits(), Requests())[0] == "own"
     monkeypatch.setattr(sys.modules["sglang.srt.layers.sampler"], "SGLANG_RETURN_ORIGINAL_LOGPROB", True)

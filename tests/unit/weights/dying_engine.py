@@ -215,9 +215,9 @@ class _Engine:
 
     def on_init_weights_update_group(self, body: dict[str, Any]) -> None:
         name, world_size = body["group_name"], body["world_size"]
-        # A store that is closed already, because another engine died first, is tried again and again until this timeout.
-        of_sender = TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=timedelta(seconds=5))
-        of_sender.set_timeout(timedelta(minutes=5))
+        if reason := fuligo_sync.unreachable(body["master_address"], body["master_port"]):
+            raise RuntimeError(reason)
+        of_sender = TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=timedelta(minutes=5))
         store = PrefixStore(name, of_sender)
         self.held.joining = name
         rank, backend = body["rank_offset"], dist.Backend(body["backend"])

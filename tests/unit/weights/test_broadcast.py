@@ -15,7 +15,7 @@ from aiohttp import web
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fuligo.engines.client import EngineClient
-from fuligo.engines.host import PortClaims
+from fuligo.engines.host import PortClaims, listening_store
 from fuligo.errors import EngineError
 from fuligo.formats.weight_manifest import EngineAddress
 from fuligo.weights import broadcast, stream
@@ -154,6 +154,24 @@ async def test_a_new_sender_joins_an_engine_that_a_lost_one_left_in_its_group(
     await asyncio.to_thread(group.broadcast, [("a", torch.full((4,), 7.0))], version=3, is_last=True)
     held = await Held.of(receiver.url)
     assert (held.weights, held.version) == ({"a": [7.0] * 4}, 3)
+    await asyncio.to_thread(group.close)
+
+
+@pytest.mark.timeout(120)
+async def test_an_engine_told_to_join_a_closed_group_refuses_and_joins_the_next_one(receiver: DyingServer) -> None:
+    """Another engine died and ended the attempt before this one was asked; torch would wait for the closed store."""
+    store = listening_store("127.0.0.1")
+    port = store.port
+    del store
+    client = EngineClient(receiver.url, retries=0)
+    with pytest.raises(EngineError, match="refused"):
+        await client.init_weights_update_group(
+            host="127.0.0.1", port=port, rank_offset=1, world_size=3, group_name="given-up", backend="gloo"
+        )
+    await client.close()
+    group = await asyncio.to_thread(BroadcastGroup, [EngineAddress(receiver.url)], "gloo", "127.0.0.1")
+    await asyncio.to_thread(group.broadcast, [("a", torch.full((4,), 7.0))], version=3, is_last=True)
+    assert (await Held.of(receiver.url)).weights == {"a": [7.0] * 4}
     await asyncio.to_thread(group.close)
 
 

@@ -13,6 +13,7 @@ SGLang's pause that aborts requests checks only once a second whether they have 
 
 import asyncio
 import json
+import socket
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,6 +27,8 @@ LOAD_FORMAT = "fuligo_sync"
 """`load_format` of a call that receives a stream; its only name is the stream's number."""
 BUCKET_WITHIN = timedelta(seconds=300)
 """Longest wait for the next bucket."""
+REACHED_WITHIN_S = 10.0
+"""Seconds to reach the sender's store, which listens before engines are told to join."""
 ROOM_BYTES = 64 * 2**20
 """Unit of the memory for a bucket, so that buckets of similar sizes reuse the allocator's blocks instead of waiting for CUDA's."""
 PAUSE_POLL_S, NUM_POLLS = 0.01, 25
@@ -75,7 +78,9 @@ def init_weights_update_group(
     group_name: str,
     backend: str = "nccl",
 ) -> tuple[bool, str]:
-    """Join the group, and announce this rank in the sender's store."""
+    """Join the group, and announce this rank in the sender's store; fail at once if the sender has given up the group."""
+    if reason := unreachable(master_address, master_port):
+        return False, f"cannot join {group_name}: its sender has given it up ({reason})"
     joined = join(runner, master_address, master_port, rank_offset, world_size, group_name, backend)
     if joined[0]:
         try:
@@ -84,6 +89,19 @@ def init_weights_update_group(
         except Exception:  # the sender then sends each bucket in a call
             traceback.print_exc()
     return joined
+
+
+def unreachable(host: str, port: int) -> str:
+    """Return why the sender's store does not listen; empty if it does.
+
+    The sender closes the store when another engine fails to join. torch would try a closed one again for 30 minutes, and meanwhile the
+    scheduler could neither answer nor join the next group.
+    """
+    try:
+        socket.create_connection((host, port), REACHED_WITHIN_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def destroy_weights_update_group(leave: Callable[..., tuple[bool, str]], runner: Any, group_name: str) -> tuple[bool, str]:

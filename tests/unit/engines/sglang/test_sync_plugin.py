@@ -1,4 +1,4 @@
-"""Pauses by the plugin `fuligo_sync`; its streams are tested in tests/unit/weights/test_stream.py and tests/sglang/test_weights.py."""
+"""Pauses and joins of the plugin `fuligo_sync`. Streams: tests/unit/weights/test_stream.py, tests/sglang/test_weights.py."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fuligo.engines.host import listening_store
 from tests.unit.weights.dying_engine import fuligo_sync
 
 
@@ -44,6 +45,23 @@ async def test_a_pause_aborts_until_no_request_is_left(monkeypatch: pytest.Monke
     await fuligo_sync.pause_generation(pause, manager, SimpleNamespace(mode="abort"))
     assert manager.is_pause and manager.num_readers_at_abort == [5, 2] and not passed_on
     assert not manager.is_pause_cond.locked()
+
+
+def test_an_engine_joins_a_group_only_while_its_sender_listens() -> None:
+    joined: list[str] = []
+
+    def join(runner: object, host: str, port: int, offset: int, world_size: int, name: str, backend: str) -> tuple[bool, str]:
+        joined.append(name)
+        return True, "joined"
+
+    runner, store = SimpleNamespace(tp_rank=1), listening_store("127.0.0.1")
+    port = store.port
+    assert fuligo_sync.init_weights_update_group(join, runner, "127.0.0.1", port, 2, 4, "open") == (True, "joined")
+    assert store.check(["open/stream/rank/3"]), "announced"
+    del store, fuligo_sync._stores["open"]
+    has_joined, message = fuligo_sync.init_weights_update_group(join, runner, "127.0.0.1", port, 2, 4, "closed")
+    assert not has_joined and "its sender has given it up" in message
+    assert joined == ["open"]
 
 
 async def test_other_modes_are_sglangs() -> None:

@@ -1,32 +1,72 @@
 """Samples in the page of `fuligo view`: filters, order, the tokens of one and its group."""
 
+import math
 from pathlib import Path
+from urllib.parse import parse_qsl
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, expect
 
+from fuligo.observability.samples import prompt_key
+from fuligo.observability.viewer.report import write_report
+from fuligo.observability.viewer.run import RunReader
+from fuligo.observability.viewer.sample_query import SampleFilter, TextSearch, matching
+from fuligo.types import Sample, SampleGroup
 from tests.browser.conftest import NUM_SAMPLES, OpenPage, Serve, found
-from tests.unit.observability.viewer.recorded_run import FAILED, HOSTILE, NUM_STEPS, SCRIPT, TRUNCATED, begin_run
+from tests.unit.observability.viewer.recorded_run import FAILED, HOSTILE, NUM_STEPS, PROMPTS, SCRIPT, TRUNCATED, begin_run
+
+FILTERS = {
+    "": NUM_SAMPLES,
+    "step_min=3&step_max=4": 32,
+    "status=failed": 1,
+    "status=truncated": 1,
+    "kept=false": 4,
+    "group=9": 4,
+    "staleness_min=1": 8 * 4,
+    "engine=1&step_max=1": 16,
+    "reward_min=1&step_max=0": 2,
+    "text=ROW+11<": NUM_SAMPLES // 16,
+    "text=add+70": NUM_SAMPLES // 4,
+}
+"""Number of samples found, by filter."""
+PROMPT = prompt_key(f'[{{"role":"user","content":"{PROMPTS[2]}"}}]')
+REPORTED = {
+    "recorded": (
+        *(*FILTERS, "reward_max=0", "length_min=21&length_max=21", "advantage_min=0.1&reward_min=1", "advantage_max=-0.1"),
+        *(f"prompt={PROMPT}", "of=eval&dataset=long_sums"),
+    ),
+    "graded": ("part=acc", "part=acc&part_min=0.5", "part=acc&part_max=0.5", "part=format&part_min=0.25&part_max=0.25", "part_min=0.5"),
+}
+"""Filters by run: each of `SampleFilter` at least once."""
 
 
-@pytest.mark.parametrize(
-    ("filters", "number"),
-    [
-        ("", NUM_SAMPLES),
-        ("step_min=3&step_max=4", 32),
-        ("status=failed", 1),
-        ("status=truncated", 1),
-        ("kept=false", 4),
-        ("group=9", 4),
-        ("staleness_min=1", 8 * 4),
-        ("engine=1&step_max=1", 16),
-        ("reward_min=1&step_max=0", 2),
-        ("text=ROW+11<", NUM_SAMPLES // 16),
-        ("text=add+70", NUM_SAMPLES // 4),
-    ],
-)
+@pytest.mark.parametrize(("filters", "number"), FILTERS.items())
 def test_filters(open_view: OpenPage, filters: str, number: int) -> None:
     found(open_view(f"samples?{filters}"), number)
+
+
+def test_a_report_filters_like_the_server(open_page: OpenPage, recorded: Path, tmp_path: Path) -> None:
+    """The page of a report filters itself (`passes` in front/source.js). These reports contain all samples of their runs."""
+    graded = begin_run(tmp_path / "graded")
+    rewards: list[float | dict] = [{"acc": 1.0, "format": 0.5}, {"acc": 0.0}, {"format": 0.25}, 1.0]
+    samples = [Sample(at, 0, "p", np.ones(1, np.int32), reward=reward) for at, reward in enumerate(rewards)]
+    graded.directory.write_samples(0, [SampleGroup(0, 0, samples)], reward_key="acc")
+    graded.directory.close()
+    asked = {name for queries in REPORTED.values() for query in queries for name, _ in parse_qsl(query)}
+    assert asked == {*SampleFilter.model_fields, "of"}
+    for path in (recorded, tmp_path / "graded"):
+        run, report = RunReader(path, path.name), tmp_path / f"{path.name}.html"
+        write_report([run], report)
+        for query in REPORTED[path.name]:
+            given = dict(parse_qsl(query))
+            index, wanted = run.index("eval" if "of" in given else "train"), SampleFilter.model_validate(given)
+            rows = matching(index.table(), wanted)
+            if wanted.text:
+                rows, _ = TextSearch(wanted.text).advance(index, rows, math.inf)
+            assert rows.num_rows, query
+            page = open_page(f"{report.as_uri()}#samples?{query}")
+            expect(page.locator(".found"), query).to_have_text(f"{rows.num_rows} sample{'s' * (rows.num_rows != 1)} in this report")
 
 
 def test_samples_of_evaluations(open_view: OpenPage) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from fuligo.engines.engine import PauseMode
 from fuligo.engines.group import EngineGroup
+from fuligo.engines.host import listening_store
 from fuligo.errors import EngineError
 from fuligo.formats.weight_manifest import EngineAddress, Transport, Undelivered, WeightManifest, WeightTarget
 from fuligo.weights.senders import WeightSender
@@ -120,6 +121,23 @@ async def test_an_engine_that_cannot_load_a_stream_says_why(
     assert isinstance(refused, Undelivered) and "cannot load the stream of weights" in refused.reason
     await sync(sender, engines, model, "gloo", 18, tmp_path)
     await assert_engines_hold(engines, model, 18)
+
+
+@pytest.mark.timeout(600)
+async def test_an_engine_told_to_join_a_closed_group_refuses_and_joins_the_next_one(
+    sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Without the plugin's check, SGLang's scheduler would try the closed store for 30 minutes."""
+    store = listening_store("127.0.0.1")
+    port = store.port
+    del store
+    with pytest.raises(EngineError, match="its sender has given it up"):
+        await engines.clients[0].init_weights_update_group(
+            host="127.0.0.1", port=port, rank_offset=1, world_size=3, group_name="given-up", backend="gloo"
+        )
+    model = oracle.perturbed(oracle.load(checkpoint), seed=19)
+    await sync(sender, engines, model, "gloo", 19, tmp_path)
+    await assert_engines_hold(engines, model, 19)
 
 
 @pytest.mark.parametrize("transport", ["tensor", "gloo"])

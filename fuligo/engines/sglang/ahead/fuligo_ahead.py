@@ -148,11 +148,9 @@ def start() -> None:
     try:
         _raise_limits()
         saver = _memory_saver() if "--enable-memory-saver" in sys.argv else {}
-        # The saver leaves an empty variable in the main process when the schedulers have been started.
-        no_saver = {name: os.environ.get(name, "") for name in saver}
         with _set({name: value for name, value in SET_IF_UNSET.items() if name not in os.environ} | ALWAYS_SET):
             for module in modules:
-                with _set(saver if module.endswith(".scheduler") else no_saver):
+                with _set(saver if module.endswith(".scheduler") else {}):
                     _ahead.append(_Process(module))
     except Exception as error:  # the engine starts without them, only later
         _say(f"cannot start SGLang's processes ahead, SGLang starts them: {type(error).__name__}: {error}")
@@ -207,6 +205,8 @@ def wait(sock: int, parent_pid: int, module: str) -> None:
 def _reason_to_start_anew(before: Mapping[str, str], now: Mapping[str, str], read: set[str]) -> str | None:
     """Return why the imports may have had another result with the environment `now`; None if they had the same."""
     changed = {name for name in before.keys() | now.keys() if now.get(name) not in (before.get(name), os.environ.get(name))}
+    if not before.get("LD_PRELOAD") and not now.get("LD_PRELOAD"):  # torch_memory_saver, which SGLang uses, may leave it empty
+        changed.discard("LD_PRELOAD")
     differ = sorted(name for name in changed if name in read or name.startswith(READ_OUTSIDE_PYTHON))
     return f"its imports have read other values of {', '.join(differ)}" if differ else None
 

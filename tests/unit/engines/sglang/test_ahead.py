@@ -153,13 +153,15 @@ def test_limits_that_cannot_be_raised_start_other_processes(package: Path) -> No
     assert not told["is_started"] and not told["was_ahead"] and "starting another" in said
 
 
-def test_the_empty_variable_that_the_memory_saver_leaves_starts_no_detokenizer_anew(package: Path) -> None:
+@pytest.mark.parametrize("left", ["os.environ['LD_PRELOAD'] = ''", "os.environ.pop('LD_PRELOAD', None)"])
+def test_a_preloaded_memory_saver_starts_no_detokenizer_anew(package: Path, left: str) -> None:
+    """Versions of torch_memory_saver leave the variable empty, or without a value, when the schedulers have been started."""
     save_memory_saver(package, package / "torch_memory_saver")
     managers = package / "sglang" / "srt" / "managers"
     (managers / "scheduler.py").rename(managers / "detokenizer_manager.py")
     main = MAIN.replace("import scheduler", "import detokenizer_manager as scheduler")
     (package / "main.py").write_text(main.replace("fuligo_ahead.start()", "sys.argv.append('--enable-memory-saver'); fuligo_ahead.start()"))
-    told, said = run(package, "os.environ['LD_PRELOAD'] = ''", "sglang.srt.managers.detokenizer_manager")
+    told, said = run(package, left, "sglang.srt.managers.detokenizer_manager")
     assert told["is_started"] and told["was_ahead"] and said == ""
 
 

@@ -226,7 +226,7 @@ def _code_of(option: str, directory: Path, config: Config) -> Iterator[str]:
     model_code, tokenizer_code = brings_code(directory / "config.json"), brings_code(directory / "tokenizer_config.json")
     if not model_code and not tokenizer_code:
         return
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from fuligo.models.transformers_types import LOADED_AS
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -140,14 +141,13 @@ def value_to_hf(given: Path, target: Path, *, model: Path | None = None) -> Path
 
 def _classifier(model: Path, source: Path) -> str:
     """Return the name of transformers' token classifier for a model. Raises ConfigError if its family has none."""
-    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
     model_type = read_config_json(model).get("model_type")
     found = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(str(model_type))
     if found is None:
         raise ConfigError(
-            f"cannot export the value model: transformers {transformers.__version__} has no token classifier for model_type {model_type}; "
+            f"cannot export the value model: transformers {version('transformers')} has no token classifier for model_type {model_type}; "
             f"use {source} directly with --critic-load"
         )
     return str(found)

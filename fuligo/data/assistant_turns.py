@@ -9,7 +9,7 @@ from fuligo.errors import DataError
 from fuligo.types import Messages
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Segment = tuple[list[int], bool]
 """Token ids, and whether they are trained on."""

@@ -18,7 +18,7 @@ from fuligo.errors import DataError
 from fuligo.types import IntArray, MaskArray, Messages, PromptImage, RawImage, Sample, SampleStatus
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True, frozen=True)

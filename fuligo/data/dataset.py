@@ -21,7 +21,7 @@ from fuligo.errors import DataError
 from fuligo.types import Messages, Prompt, PromptImage
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

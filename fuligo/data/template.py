@@ -13,7 +13,7 @@ from fuligo.types import IntArray, Messages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESERVED = frozenset({"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"})
@@ -117,7 +117,7 @@ def _backend(tokenizer: Decodes, method: str) -> Tokenizer | None:
 
     Return None if there is none, or the tokenizer overrides transformers' `method`, which may then do more than call the Rust tokenizer.
     """
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     if isinstance(tokenizer, PreTrainedTokenizerFast) and getattr(type(tokenizer), method) is getattr(PreTrainedTokenizerFast, method):
         return tokenizer.backend_tokenizer

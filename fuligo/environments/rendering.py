@@ -17,7 +17,7 @@ from fuligo.errors import ConfigError, DataError
 from fuligo.types import Messages
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _PROBE = Tool("probe_tool", "probe", {"type": "object", "properties": {"probe_argument": {"type": "string"}}})

@@ -3,7 +3,8 @@
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fuligo.errors import WeightSyncError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name

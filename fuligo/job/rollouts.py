@@ -31,7 +31,7 @@ from fuligo.rollout.rewards import reward_runner
 from fuligo.rollout.teacher import ServedTeacher
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

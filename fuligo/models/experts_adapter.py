@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import PreTrainedModel
 
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import AdapterConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from fuligo.models.batch_invariant import linear, rms_norm, round_weight, silu, softmax
 from fuligo.models.gpu_invariant import experts, rotate, route, swiglu

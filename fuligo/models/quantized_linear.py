@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from fuligo.errors import ConfigError
 from fuligo.formats.adapter_config import is_adapter_name, stored_name

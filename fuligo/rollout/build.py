@@ -46,7 +46,7 @@ from fuligo.rollout.teacher import RewardWithTeacher, ServedTeacher
 from fuligo.types import Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

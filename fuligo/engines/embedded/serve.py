@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
 import uvloop
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers.utils.logging import disable_progress_bar
 
 from fuligo.engines.embedded.engine import EmbeddedEngine, EngineThread
 from fuligo.engines.embedded.http_api import Api, error_response, wake
@@ -42,7 +42,7 @@ MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.4}
 def serve(settings: EmbeddedEngineSettings, listener: socket.socket) -> int:
     """Serve on `listener` until SIGTERM or SIGINT; return the exit code: 0, or 1 if an engine failed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    transformers.utils.logging.disable_progress_bar()
+    disable_progress_bar()
     sys.setswitchinterval(GIL_SWITCH_S)
     raise_open_files()
     usable = min(torch.get_num_threads(), num_cores())

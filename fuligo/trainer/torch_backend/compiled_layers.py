@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from fuligo.models.attention import VarlenRow
 from fuligo.models.gated_delta import gated_delta_modules

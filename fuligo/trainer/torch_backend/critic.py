@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.hf_tensors import HuggingFaceTensors

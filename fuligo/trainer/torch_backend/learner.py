@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from fuligo.errors import ConfigError, TrainerError
 from fuligo.trainer.batch import MicroBatch, PackedTokens, pack_tokens

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from fuligo.errors import TrainerError
 from fuligo.models.attention import VarlenRow, packed_attention, varlen_attention

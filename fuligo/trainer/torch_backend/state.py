@@ -22,7 +22,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
 
 from fuligo.errors import CheckpointError
 from fuligo.formats.adapter_config import ADAPTER, NAME, TOWER_MODULES

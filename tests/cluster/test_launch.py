@@ -83,8 +83,9 @@ def assert_closed(stranger: subprocess.Popen[str], raylet: int, family: dict[int
     assert "InvalidAuthToken" in errors
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
-    """tests/unit/cluster/test_launch.py has a host that is silent until the deadline."""
+    """A failing step of a Slurm job, below, is named the same way."""
     hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run")
     said = fail(1, *launch(hosts, free_port, ssh="bash -c 'echo no route to {host}; exit 255' {command}"), *train[1:])
@@ -112,20 +113,39 @@ def test_a_port_in_use_is_named(job: Job, free_port: int, tmp_path: Path) -> Non
     assert f"port {free_port} of this machine" in said and "--head-port" in said
 
 
-def test_a_slurm_job_gives_the_hosts_and_srun_starts_the_workers(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:
-    """A stand-in for srun runs the last argument, a shell command, here; the second node has the address 127.0.0.3."""
-    srun = tmp_path / "srun"
-    srun.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/srun.log\nexec sh -c "${{@: -1}}"\n')
-    srun.chmod(0o755)
+def slurm_job(directory: Path, srun: str) -> dict[str, str]:
+    """Return the variables of a job on 127.0.0.2 and 127.0.0.3, with a stand-in for srun, a shell script that gets its arguments."""
+    path = directory / "srun"
+    path.write_text(f'#!/bin/bash\necho "$@" >> {directory}/srun.log\n{srun}\n')
+    path.chmod(0o755)
+    return {"SLURM_JOB_NODELIST": "127.0.0.[2-3]", "PATH": f"{directory}:{os.environ['PATH']}"}
+
+
+def assert_one_step_of_slurm(directory: Path) -> None:
+    [step] = (directory / "srun.log").read_text().splitlines()
+    assert step.startswith("--overlap --nodes=1 --ntasks=1 ") and " --nodelist=127.0.0.3 sh -c " in step
+
+
+@pytest.mark.slow
+def test_srun_starts_the_workers_of_a_slurm_job(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:
+    """The next test checks srun's command, and the first one runs such a command in place of ssh."""
     run_dir = tmp_path / "run"
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1, run_dir=run_dir, num_gpus_per_node=2)
-    slurm = {"SLURM_JOB_NODELIST": "127.0.0.[2-3]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm = slurm_job(tmp_path, 'exec sh -c "${@: -1}"')
     process = start("launch", "--head-port", free_port, "--timeout-s", 120, "--", *train[1:], warm=True, **slurm)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert len(metrics(run_dir)) == 1
-    [step] = (tmp_path / "srun.log").read_text().splitlines()
-    assert step.startswith("--overlap --nodes=1 --ntasks=1 ") and " --nodelist=127.0.0.3 sh -c " in step
+    assert_one_step_of_slurm(tmp_path)
+
+
+def test_a_slurm_job_gives_the_hosts_and_one_whose_step_fails_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
+    """The shell that would start the worker gets a command that parses; tests/unit/cluster/test_launch.py has a silent host."""
+    train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run", num_gpus_per_node=2)
+    slurm = slurm_job(tmp_path, 'sh -n -c "${@: -1}" && echo step denied; exit 1')
+    said = fail(1, "launch", "--head-port", free_port, "--timeout-s", 120, "--", *train[1:], **slurm)
+    assert "the worker on 127.0.0.3 ended with exit code 1: step denied" in said
+    assert_one_step_of_slurm(tmp_path)
 
     other = fuligo("launch", "--", *train[1:], SLURM_PROCID="1", **slurm)
     assert (other.returncode, other.stdout) == (0, "Slurm task 1 has nothing to do: task 0 starts the run, and a worker on every node\n")

@@ -1,4 +1,4 @@
-"""The quickstart's task on two ranks, two SGLang engines and the router, all placed by Ray."""
+"""The quickstart's task on ranks, two SGLang engines and the router, all placed by Ray."""
 
 import json
 from importlib.resources import files
@@ -46,16 +46,19 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "num_rollouts"),
-    [(("--rollout-batch-size", 4, "--n-samples-per-prompt", 4), 3), pytest.param(("--colocate",), 6, marks=pytest.mark.slow)],
+    [
+        (("--actor-num-gpus-per-node", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4), 3),
+        pytest.param(("--actor-num-gpus-per-node", 2, "--colocate"), 6, marks=pytest.mark.slow),
+    ],
     ids=["separate", "colocated"],
 )
 def test_ranks_and_engines_agree(start: Start, tmp_path: Path, placement: tuple[str, ...], num_rollouts: int) -> None:
     """Colocated, they take turns, each rank hands its weights to the engine beside it, and the reward rises.
 
-    tests/sglang/test_job.py sees it rise with separate engines.
+    tests/sglang/test_job.py sees it rise with separate engines; test_launch.py and test_ends.py have two ranks.
     """
     run_dir = tmp_path / "run"
-    process = start("train", *task(run_dir), "--num-rollout", num_rollouts, "--actor-num-gpus-per-node", 2, *placement, warm=True)
+    process = start("train", *task(run_dir), "--num-rollout", num_rollouts, *placement, warm=True)
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=400)
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=400)

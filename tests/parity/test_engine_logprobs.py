@@ -52,7 +52,7 @@ each_cache = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-"""Interruptions of requests touch caches alone; families with the same cache repeat them."""
+"""Interruptions of requests, and lengths beside windows, touch caches alone; families with the same cache repeat them."""
 STORED_ALIKE = {
     "kimi_k2": "deepseek_v3",
     "minimax_m2": "glm4_moe",
@@ -111,9 +111,14 @@ def answered(checkpoint: Path) -> Any:
     answered.engine.thread.stop()
 
 
-def reference(directory: Path) -> PreTrainedModel:
-    """Return log-probabilities of transformers' own forward pass, one sequence at a time."""
+def load_reference(directory: Path) -> PreTrainedModel:
+    """Load transformers' own model, which computes one sequence at a time."""
     return model_class(read_config(directory)).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> PreTrainedModel:
+    return load_reference(checkpoint)
 
 
 @torch.no_grad()
@@ -162,15 +167,16 @@ def mixed_requests(answered: Answered, number: int = 20, lengths: Sequence[int] 
     return requests
 
 
-def test_mixed_lengths_and_refill(answered: Answered, checkpoint: Path) -> None:
+def test_mixed_lengths_and_refill(answered: Answered, reference: PreTrainedModel) -> None:
     requests = mixed_requests(answered)
     answered.wait(requests)
-    assert worst_difference(reference(checkpoint), requests) < TOLERANCE
+    assert worst_difference(reference, requests) < TOLERANCE
 
 
-def test_greedy_decoding_is_transformers(answered: Answered, checkpoint: Path) -> None:
+@each_cache
+def test_greedy_decoding_is_transformers(answered: Answered, reference: PreTrainedModel) -> None:
     """Prompts are shorter and longer than windows; transformers decodes with its own cache."""
-    model: Any = reference(checkpoint)
+    model: Any = reference
     model.generation_config.eos_token_id = None
     requests = [answered.submit(range(10, 10 + length), 12, top_k=1, ignore_eos=True) for length in (1, 9, 30)]
     answered.wait(requests)
@@ -181,18 +187,17 @@ def test_greedy_decoding_is_transformers(answered: Answered, checkpoint: Path) -
 
 
 @each_cache
-def test_abort_and_continue(answered: Answered, checkpoint: Path) -> None:
+def test_abort_and_continue(answered: Answered, reference: PreTrainedModel) -> None:
     requests = [answered.submit([5, 6, number], 700) for number in range(3, 7)]
     wait_begun(requests)
     answered.engine.pause("abort").result(60)
     answered.wait(requests)
     answered.engine.resume().result(60)
-    model = reference(checkpoint)
     assert {request.finish_reason["type"] for request in requests if request.finish_reason} == {"abort"}
-    assert worst_difference(model, requests) < TOLERANCE
+    assert worst_difference(reference, requests) < TOLERANCE
     continued = [answered.submit(request.input_ids + request.output_ids, 40) for request in requests]
     answered.wait(continued)
-    assert worst_difference(model, continued) < TOLERANCE
+    assert worst_difference(reference, continued) < TOLERANCE
 
 
 @each_storage
@@ -201,7 +206,7 @@ def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_
     lengths = (1, 2, 12, 40)
     before = mixed_requests(answered, 4, lengths)
     answered.wait(before)
-    newer = reference(checkpoint)
+    newer = load_reference(checkpoint)
     for version, source in enumerate(("tensors", "directory"), start=1):
         perturb(newer, seed=version)
         newer.save_pretrained(tmp_path)
@@ -216,9 +221,9 @@ def test_after_updates_of_the_weights(answered: Answered, checkpoint: Path, tmp_
 
 
 @each_cache
-def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answered, checkpoint: Path) -> None:
+def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answered, reference: PreTrainedModel, checkpoint: Path) -> None:
     """Old weights score the tokens from before the update, new weights those after it."""
-    old, newer = reference(checkpoint), reference(checkpoint)
+    newer = load_reference(checkpoint)
     perturb(newer)
     requests = [answered.submit([5, 6, number], 100) for number in range(3, 6)]
     wait_begun(requests)
@@ -233,5 +238,5 @@ def test_requests_kept_in_place_over_an_update_never_see_old_keys(answered: Answ
         late = Request(
             "late", request.input_ids + ids[:cut], request.params, frozenset(), 0, output_ids=ids[cut:], logprobs=request.logprobs[cut:]
         )
-        assert worst_difference(old, [early]) < TOLERANCE
+        assert worst_difference(reference, [early]) < TOLERANCE
         assert worst_difference(newer, [late]) < TOLERANCE

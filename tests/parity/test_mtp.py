@@ -34,9 +34,17 @@ FACTOR = 0.3
 
 
 SLOW = pytest.mark.slow  # the language model of qwen3_5_moe, with experts stored one by one as in qwen3_next
+FAMILIES = ["qwen3_next", "qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=SLOW), "qwen3_5_moe"]
+one_family = pytest.mark.parametrize(
+    "checkpoint",
+    [pytest.param(family, marks=SLOW) for family in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")] + ["qwen3_5_text"],
+    indirect=True,
+    scope="module",
+)
+"""For what depends on flags alone; the families differ in the model below the layer, whose gradients are compared, and in stored names."""
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=SLOW), "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint in bfloat16 with an MTP layer."""
     directory, family = tmp_path_factory.mktemp(request.param), request.param
@@ -177,6 +185,7 @@ def test_otherwise_its_loss_trains_only_the_layer(checkpoint: Path) -> None:
     require_gradients(trained_settings(checkpoint), of_model | of_layer)
 
 
+@one_family
 def test_its_loss_is_a_metric(checkpoint: Path) -> None:
     expected = backward(tiny_mtp.PredictingModel(checkpoint))
     worker = TorchRankWorker(trained_settings(checkpoint, temperature=0.7), World())
@@ -210,6 +219,7 @@ def test_a_trained_layer_is_exported_in_its_original_form_and_resumes(checkpoint
         assert torch.equal(ours, theirs), name
 
 
+@one_family
 def test_resuming_needs_the_flags_of_a_run_that_trained_the_layer(checkpoint: Path, tmp_path: Path) -> None:
     worker = TorchRankWorker(trained_settings(checkpoint), World())
     train(worker)
@@ -223,6 +233,7 @@ def test_resuming_needs_the_flags_of_a_run_that_trained_the_layer(checkpoint: Pa
         TorchRankWorker(trained_settings(checkpoint), World()).restore(tmp_path / "kept")
 
 
+@one_family
 def test_a_layer_that_is_not_trained_cannot_be_all_that_is_chosen(checkpoint: Path) -> None:
     chosen = TrainedParameters(only=(MTP,))
     with pytest.raises(ConfigError, match="leave only parameters that are frozen anyway"):
@@ -231,6 +242,7 @@ def test_a_layer_that_is_not_trained_cannot_be_all_that_is_chosen(checkpoint: Pa
     assert train(worker)["train/mtp_loss"] > 0
 
 
+@one_family
 def test_a_loss_that_trains_nothing_is_refused(checkpoint: Path) -> None:
     """A joint one also trains the model below the frozen layer."""
     frozen = TrainedParameters(frozen=("^mtp",))
@@ -242,11 +254,13 @@ def test_a_loss_that_trains_nothing_is_refused(checkpoint: Path) -> None:
     assert train(worker)["train/mtp_loss"] > 0
 
 
+@one_family
 def test_a_value_model_has_no_layer(checkpoint: Path) -> None:
     policy = load_model(checkpoint, has_mtp=True)
     assert mtp_module(policy) is not None and mtp_module(load_value_model(checkpoint, policy)) is None
 
 
+@one_family
 def test_the_reference_has_no_layer(checkpoint: Path, tmp_path: Path) -> None:
     changing = {"reference_weights": checkpoint, "ref_update_interval": 1, "loss": LossSettings(kl_loss=KlLoss(0.1, "k2"))}
     worker = TorchRankWorker(trained_settings(checkpoint, **changing), World())
@@ -259,6 +273,7 @@ def test_the_reference_has_no_layer(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_children")
+@one_family
 async def test_two_ranks_train_the_layer_as_one(checkpoint: Path) -> None:
     found = []
     for num_ranks in (1, 2):

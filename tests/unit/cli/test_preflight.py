@@ -11,7 +11,6 @@ import pytest
 from fuligo.cli import adapter_problems
 from fuligo.cli.preflight import preflight_problems
 from fuligo.config.command_line import parse
-from fuligo.convert.hf_to_dist import hf_to_dist
 from fuligo.errors import CheckpointError, ConfigError
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.formats.checkpoint_files import TRACKER
@@ -19,7 +18,6 @@ from fuligo.formats.disk import replace_text, write_manifest
 from fuligo.formats.quantized_base import BASE_PRECISION, QuantizedBase
 from fuligo.models.adapter import adapter_tensors, add_adapter, write_adapter_config, write_adapter_weights
 from fuligo.models.directory import load_tokenizer
-from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.model import load_model
 from tests import tiny, tiny_vision
 
@@ -27,14 +25,6 @@ from tests import tiny, tiny_vision
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def dist(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a distributed checkpoint with the tracker file of a conversion."""
-    directory = tmp_path_factory.mktemp("dist")
-    hf_to_dist(model, directory, World())
-    return directory
 
 
 def problems(model: Path, *more: object) -> list[str]:
@@ -47,43 +37,6 @@ def test_a_temporary_directory_that_cannot_be_used_is_the_only_problem(model: Pa
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     (problem,) = problems(model, "--ref-load", "nowhere")
     assert problem.startswith(f"cannot use TMPDIR {tmp_path / 'missing'}: No such file or directory")
-
-
-@pytest.mark.parametrize("option", ["--ref-load", "--load"])
-def test_distributed_checkpoints_are_the_megatron_trainers(model: Path, dist: Path, option: str):
-    assert problems(model, option, dist, "--train-backend", "megatron") == []
-    assert problems(model, option, dist / "release", "--train-backend", "megatron") == []
-    (problem,) = problems(model, option, dist)
-    assert f"{option} {dist / 'release'} is a distributed checkpoint" in problem
-    assert f"fuligo convert dist-to-hf {dist / 'release'} --save DIR" in problem
-
-
-@pytest.mark.parametrize("option", ["--ref-load", "--load"])
-def test_they_are_of_the_same_model(model: Path, dist: Path, tmp_path: Path, option: str):
-    other = Path(shutil.copytree(dist, tmp_path / "other"))
-    config = other / "release" / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 32}))
-    (other / "release" / "manifest.json").unlink()
-    (problem,) = problems(model, option, other, "--train-backend", "megatron")
-    assert "are different models: hidden_size" in problem
-
-
-def test_damage_is_seen_before_anything_starts(model: Path, dist: Path, tmp_path: Path):
-    cut = Path(shutil.copytree(dist, tmp_path / "cut"))
-    file = next((cut / "release").glob("*.distcp"))
-    file.write_bytes(file.read_bytes()[:-1])
-    (problem,) = problems(model, "--ref-load", cut, "--train-backend", "megatron")
-    assert f"{file} has" in problem and "expected" in problem
-
-
-@pytest.mark.parametrize("option", ["--ref-load", "--load"])
-def test_one_that_does_not_say_of_which_model_it_is(model: Path, dist: Path, tmp_path: Path, option: str):
-    other = Path(shutil.copytree(dist, tmp_path / "other"))
-    (other / "release" / "manifest.json").unlink()
-    shutil.rmtree(other / "release" / "model")
-    (problem,) = problems(model, option, other, "--train-backend", "megatron")
-    assert f"{option} {other / 'release'} is incomplete, or not a distributed checkpoint written by fuligo" in problem
-    assert f"{other / 'release' / 'model' / 'config.json'} is missing" in problem
 
 
 def test_an_export_replaces_neither_what_the_run_reads_nor_what_is_no_export(model: Path, tmp_path: Path):
@@ -294,25 +247,6 @@ def test_stop_tokens_are_the_models(model: Path):
     assert problem == f"--rollout-stop-token-ids {size}: the model's token ids end at {size - 1}; use ids of the vocabulary"
 
 
-def test_a_teacher_is_read_before_anything_starts(model: Path, dist: Path, tmp_path: Path):
-    other = tiny.save_checkpoint(tmp_path / "other", layers=1)
-    words = json.loads((other / "tokenizer.json").read_text())
-    strange = Path(shutil.copytree(other, tmp_path / "strange"))
-    words["added_tokens"][0]["content"] = "<nothing>"
-    (strange / "tokenizer.json").write_text(json.dumps(words))
-    opd = ("--use-opd", "--opd-teacher-load")
-    megatron = ("--train-backend", "megatron")
-    assert problems(model, *opd, other) == problems(model, *opd, model, *megatron) == problems(model, *opd, dist, *megatron) == []
-    for more, text in (
-        ((tmp_path / "none",), f"--opd-teacher-load: {tmp_path / 'none'}"),
-        ((dist,), "is a distributed checkpoint, which the Megatron trainer reads"),
-        ((strange,), "have different tokenizers: 0 is '<nothing>' and '<pad>'"),
-        ((other, *megatron), "are different models: num_hidden_layers 1 and 2; the Megatron trainer swaps it with the policy"),
-    ):
-        (problem,) = problems(model, *opd, *more)
-        assert text in problem
-
-
 def test_a_served_teacher_has_the_vocabulary_of_the_student(model: Path, tmp_path: Path):
     other = tiny.save_checkpoint(tmp_path / "other", vocab_size=399)
     (tmp_path / "engines.yaml").write_text(
@@ -330,23 +264,6 @@ def test_an_evaluation_has_rewards_of_its_own_if_training_has_only_a_teacher(mod
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [judged, {"name": "open", "path": str(prompts)}]}}))
     (problem,) = problems(model, "--use-opd", "--opd-teacher-load", model, "--eval-config", tmp_path / "eval.yaml")
     assert problem.startswith("evaluation dataset open: its responses have no reward")
-
-
-def test_first_weights_of_a_value_model_are_of_the_policys_model(model: Path, dist: Path, tmp_path: Path):
-    ppo = ("--advantage-estimator", "ppo", "--critic-load")
-    values = tiny.save_value_model(tmp_path / "values")
-    tiny.tokenizer().save_pretrained(values)
-    assert problems(model, *ppo, values) == problems(model, *ppo, model) == []
-    (problem,) = problems(model, "--ref-load", values)
-    assert "lm_head.weight has shape [1, 64]" in problem, "a value model is no policy"
-    assert problems(model, *ppo, dist, "--train-backend", "megatron") == []
-    (problem,) = problems(model, *ppo, dist)
-    assert f"--critic-load {dist / 'release'} is a distributed checkpoint" in problem
-    (problem,) = problems(model, *ppo, tmp_path / "nowhere")
-    assert "--critic-load: " in problem and "does not exist" in problem
-    other = tiny.save_checkpoint(tmp_path / "other", layers=1)
-    (problem,) = problems(model, *ppo, other)
-    assert "--critic-load: " in problem and "are different models: num_hidden_layers 1 and 2" in problem
 
 
 def test_images_need_a_model_that_sees_them_and_what_reads_them(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from fuligo.config.findings import Change, Finding, Severity
 from fuligo.planner.check import check, violations
 from fuligo.planner.layout import stages
 from fuligo.planner.subject import Subject, read_subject
-from tests.unit.planner.rules.broken_runs import DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SEPARATE, SPARSE, Run
+from tests.unit.planner.rules.recipe_runs import DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SEPARATE, SPARSE, Run
 
 
 def _fixes(findings: tuple[Finding, ...]) -> dict[str, list[str]]:

@@ -20,7 +20,8 @@ from fuligo.planner.check import check, violations
 from fuligo.quantities import as_typed
 from tests.unit.config.broken import BROKEN as BROKEN_FLAGS
 from tests.unit.config.conftest import config_of
-from tests.unit.planner.rules.broken_runs import BROKEN, Run
+from tests.unit.planner.rules.broken_runs import BROKEN
+from tests.unit.planner.rules.recipe_runs import Run
 
 RUNS = [(rule, run) for rule, runs in BROKEN.items() for run in runs]
 

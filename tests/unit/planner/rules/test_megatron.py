@@ -8,8 +8,8 @@ import pytest
 
 from fuligo.config.findings import Severity
 from fuligo.planner.check import violations
-from tests.unit.planner.rules.broken_runs import DENSE, MIXTURE, Run
 from tests.unit.planner.rules.megatron_cases import Case, cases
+from tests.unit.planner.rules.recipe_runs import DENSE, MIXTURE, Run
 
 pytestmark = pytest.mark.long
 

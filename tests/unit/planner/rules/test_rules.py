@@ -9,7 +9,8 @@ from fuligo.config.findings import Rule
 from fuligo.planner.check import check
 from fuligo.planner.rules import RULES
 from fuligo.planner.rules.reference import reference
-from tests.unit.planner.rules.broken_runs import BROKEN, DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SPARSE, Run
+from tests.unit.planner.rules.broken_runs import BROKEN
+from tests.unit.planner.rules.recipe_runs import DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SPARSE, Run
 
 _IDS = [rule.id for rule in RULES]
 _ADVICE_ONLY = {

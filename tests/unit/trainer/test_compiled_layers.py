@@ -7,11 +7,11 @@ compiler's backend.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -36,52 +36,103 @@ ROWS = [[(4, 9), (7, 31), (2, 20)], [(40, 6), (5, 8)], [(30, 170), (1, 2)], [(3,
 """Prompt and response lengths; the numbers of tokens and sequences and the longest sequence all differ."""
 
 
-def dense_attention(
+@torch.library.custom_op("fuligo_tests::dense_attention", mutates_args=())
+def dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_keys: int,
     scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute causal attention within sequences, aligned at their ends, like the varlen kernel."""
-    mask = _mask(query, key, cu_seq_q, cu_seq_k, window_size[0] + 1 or None)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
-    return out + 0 * torch.zeros(max_q + max_k).sum()  # so that the lengths are part of the graph
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention within sequences, aligned at their ends, and the log-sum-exp [T, H] of its scores.
+
+    The compiler does not see into it, nor into the GPU's operators.
+    """
+    scores = _scores(query, key, _mask(query, key, starts, key_starts, window), scale)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _for_each_head(value, query))
+    return out.contiguous(), scores.logsumexp(-1).transpose(0, 1).contiguous()
+
+
+@dense.register_fake
+def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2])
+
+
+@torch.library.custom_op("fuligo_tests::dense_attention_backward", mutates_args=())
+def dense_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients by their formulas."""
+    weights = (_scores(query, key, _mask(query, key, starts, key_starts, window), scale) - log_sum_exp.transpose(0, 1)[..., None]).exp()
+    keys, values = (_for_each_head(x, query) for x in (key, value))
+    of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).transpose(0, 1)[..., None]
+    of_scores = scale * weights * of_weights
+    of_keys, of_values = torch.einsum("hqk,qhd->khd", of_scores, query), torch.einsum("hqk,qhd->khd", weights, grad)
+    grouped = (key.size(1), query.size(1) // key.size(1))
+    of_key, of_value = (each.unflatten(1, grouped).sum(2) for each in (of_keys, of_values))
+    return torch.einsum("hqk,khd->qhd", of_scores, keys).contiguous(), of_key.contiguous(), of_value.contiguous()
+
+
+@dense_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in (query, key, value))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    ctx.options = inputs[5:]
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*dense_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 6)
+
+
+dense.register_autograd(_gradients, setup_context=_save)
+
+
+def dense_attention(*given: Tensor | int, scale: float, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+    """Stand in for the varlen kernel, whose tensors and lengths are given."""
+    return dense(*given, scale, window_size[0] + 1 or None)[0]
 
 
 class DenseKernel(VarlenKernel):
-    """Dense attention with the log-sum-exp of its scores, and the gradients by their formulas."""
+    """Dense attention in place of the operators that are called directly."""
+
+    @property
+    def _options(self) -> tuple[object, ...]:
+        return self.starts, self.key_starts, self.longest, self.longest_keys, self.scale, self.window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self._scores(query, key)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), self._for_each_head(value, query))
-        return out + 0 * torch.zeros(self.longest + self.longest_keys).sum(), scores.logsumexp(-1).transpose(0, 1)
+        return dense(query, key, value, *self._options)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = (self._scores(query, key) - log_sum_exp.transpose(0, 1)[..., None]).exp()
-        keys, values = (self._for_each_head(x, query) for x in (key, value))
-        of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).transpose(0, 1)[..., None]
-        of_scores = self.scale * weights * of_weights
-        of_keys, of_values = torch.einsum("hqk,qhd->khd", of_scores, query), torch.einsum("hqk,qhd->khd", weights, grad)
-        grouped = (key.size(1), query.size(1) // key.size(1))
-        return torch.einsum("hqk,khd->qhd", of_scores, keys), of_keys.unflatten(1, grouped).sum(2), of_values.unflatten(1, grouped).sum(2)
+        return dense_backward(grad.contiguous(), query, key, value, out, log_sum_exp, *self._options)
 
-    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
-        scores = self.scale * torch.einsum("qhd,khd->hqk", query, self._for_each_head(key, query))
-        return scores.masked_fill(~_mask(query, key, self.starts, self.key_starts, self.window), -torch.inf)
 
-    @staticmethod
-    def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
-        return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
+def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return the [H, Q, K] scores."""
+    return (scale * torch.einsum("qhd,khd->hqk", query, _for_each_head(key, query))).masked_fill(~mask, -torch.inf)
+
+
+def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
+    return x.repeat_interleave(query.size(1) // x.size(1), dim=1)
 
 
 def _mask(query: Tensor, key: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> Tensor:

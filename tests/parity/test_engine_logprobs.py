@@ -153,7 +153,7 @@ def worst_difference(model: Any, requests: Sequence[Request]) -> float:
     return worst
 
 
-def mixed_requests(answered: Answered, number: int = 20, lengths: Sequence[int] = (1, 2, 12, 40, 90)) -> list[Request]:
+def mixed_requests(answered: Answered, number: int = 14, lengths: Sequence[int] = (1, 2, 12, 40, 90)) -> list[Request]:
     """Send more requests than rows, of mixed lengths and parameters, some with a shared prompt; the KV pool has to grow."""
     rng = random.Random(0)
     common = [rng.randrange(3, 400) for _ in range(20)]

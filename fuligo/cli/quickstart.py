@@ -11,7 +11,6 @@ from pathlib import Path
 
 ASSETS = Path(__file__).parents[1] / "quickstart" / "assets"
 NUM_ROWS_SHOWN = 8
-NUM_ROLLOUTS = 30
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,21 +61,22 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("fuligo quickstart", description="GRPO with a tiny model on a CPU, in about a minute.")
     parser.add_argument("--run-dir", help="new or empty directory (default: runs/quickstart-<time>)")
     parser.add_argument("--seed", type=int, default=1, help="seed of data order, sampling and training (default: 1)")
-    parser.add_argument("--num-rollout", type=int, default=NUM_ROLLOUTS, help=f"steps of training (default: {NUM_ROLLOUTS})")
+    parser.add_argument("--num-rollout", type=int, help="steps of training (default: 30)")
     return parser.parse_args(arguments)
 
 
-def _flags(run_dir: Path, seed: int, num_rollouts: int = NUM_ROLLOUTS) -> list[str]:
+def _flags(run_dir: Path, seed: int, num_rollouts: int | None = None) -> list[str]:
     """Return the flags of the shipped config with the paths of this machine."""
     flags = {
         "--config": ASSETS / "config.yaml",
         "--hf-checkpoint": ASSETS / "model",
         "--prompt-data": ASSETS / "train.jsonl",
         "--run-dir": run_dir,
-        "--num-rollout": num_rollouts,
         "--rollout-seed": seed,
         "--seed": seed,
     }
+    if num_rollouts is not None:
+        flags["--num-rollout"] = num_rollouts
     given = [str(part) for flag, value in flags.items() for part in (flag, value)]
     return [*given, "--eval-prompt-data", "held_out", str(ASSETS / "test.jsonl")]
 

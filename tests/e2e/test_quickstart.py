@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fuligo.cli.quickstart import ASSETS
+from fuligo.cli.preflight import preflight_problems
+from fuligo.cli.quickstart import ASSETS, _flags
+from fuligo.config.command_line import parse
+from fuligo.config.validate import validate
 from tests.e2e.command import succeed
 from tests.e2e.records import metrics
 
@@ -27,6 +30,13 @@ def test_a_tiny_model_learns_to_add(seed: int, steps: list[object], tmp_path: Pa
     assert run_dir == str(tmp_path / "run")
     assert f"report       {tmp_path / 'run' / 'report.html'}" in output
     assert "fuligo report</title>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_may_start_with_30_steps_unless_told_otherwise(tmp_path: Path) -> None:
+    config = parse(_flags(tmp_path / "run", seed=1)).config
+    validate(config)
+    assert preflight_problems(config) == []
+    assert config.data.num_rollout == 30
 
 
 @pytest.mark.slow

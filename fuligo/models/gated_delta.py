@@ -47,7 +47,7 @@ def pack_gated_delta(model: nn.Module) -> int:
         rule, convolution = module.chunk_gated_delta_rule, module.causal_conv1d_fn
         plain = sys.modules[type(module).__module__].torch_chunk_gated_delta_rule
         packed = partial(packed_rule, plain)
-        module.chunk_gated_delta_rule = packed if lacks_kernels or not is_kernel(rule) else partial(_on_device, rule, packed)
+        module.chunk_gated_delta_rule = packed if lacks_kernels or not is_kernel(rule) else partial(_in_half_precision, rule, packed)
         module.causal_conv1d_fn = packed_convolution if convolution is None else partial(_on_device, convolution, packed_convolution)
         module.norm = _plain_norm(module)
     if lacks_kernels:
@@ -59,6 +59,11 @@ def _on_device(kernel: Callable[..., T], plain: Callable[..., T], *inputs: Tenso
     """Apply `kernel` to CUDA tensors and `plain` to others, since models are checked on the CPU before they move to a GPU."""
     is_cuda = any(tensor.is_cuda for tensor in (*inputs, *options.values()) if isinstance(tensor, Tensor))
     return (kernel if is_cuda else plain)(*inputs, **options)
+
+
+def _in_half_precision(kernel: Callable[..., T], plain: Callable[..., T], query: Tensor, *inputs: Tensor, **options: Any) -> T:
+    """Apply `kernel` to CUDA tensors in half precision and `plain` to others, since flash-linear-attention's rule refuses float32."""
+    return (kernel if query.is_cuda and query.dtype != torch.float32 else plain)(query, *inputs, **options)
 
 
 def _plain_norm(module: Any) -> nn.Module:

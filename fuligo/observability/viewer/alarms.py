@@ -1,9 +1,11 @@
 """Alarms of a run: faults that its metrics show, each with an explanation and a remedy. Pure functions."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fuligo.observability.viewer import agreement
 from fuligo.observability.viewer.metric_columns import MetricColumns, Values, finite, median
 from fuligo.observability.viewer.mismatch import Explanation
 
@@ -49,14 +51,16 @@ class _Watch:
     key: str
     severity: Literal["error", "warning", "note"]
     title: str
-    bad: Callable[[Values], list[bool]]
-    """Function that returns for each row whether its value is bad."""
+    bad: Callable[[Values, MetricColumns], list[bool]]
+    """Function that returns for each row whether the metric's value is bad, given all metrics."""
     text: str
     """Template over the facts of `_facts`."""
     lasting: int = 1
     """Minimum number of rows of a stretch."""
     excused: Callable[[MetricColumns], list[bool]] | None = None
     """Function that returns for each row whether a bad value is not a fault there; None if it always is one."""
+    reason: Callable[[MetricColumns, int], str] | None = None
+    """Function that returns a further sentence about the first row of a stretch; None: the text needs none."""
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:
@@ -87,12 +91,14 @@ def stretches(bad: Sequence[bool], lasting: int = 1) -> list[Stretch]:
 def _watched(metrics: MetricColumns) -> Iterator[Alarm]:
     for watch in WATCHES:
         values = metrics.column(watch.key)
-        bad = watch.bad(values)
+        bad = watch.bad(values, metrics)
         if watch.excused is not None:
             bad = [is_bad and not is_fine for is_bad, is_fine in zip(bad, watch.excused(metrics), strict=True)]
         if found := stretches(bad, watch.lasting):
             before = len(found) - 1
-            text = watch.text.format(**_facts(values, found[-1])) + (f" It happened {_times(before)} before." if before else "")
+            text = watch.text.format(**_facts(values, found[-1]))
+            text += f" {watch.reason(metrics, found[-1].first)}" if watch.reason is not None else ""
+            text += f" It happened {_times(before)} before." if before else ""
             yield _alarm(metrics, watch, found[-1], text)
 
 
@@ -117,7 +123,7 @@ def _not_finite(metrics: MetricColumns) -> Iterator[Alarm]:
         began = next(row for row, value in enumerate(values) if value is not None)
         missing = [value is None and not skipped for value, skipped in zip(metrics.column(key), _nothing_trained(metrics), strict=True)]
         if found := stretches([row > began and is_missing for row, is_missing in enumerate(missing)]):
-            watch = _Watch(key, "error", f"{key} is not a number", lambda _: [], "")
+            watch = _Watch(key, "error", f"{key} is not a number", lambda *_: [], "")
             text = "The update was skipped or corrupted the weights. Look at that step's samples and resume from a checkpoint before it."
             yield _alarm(metrics, watch, found[-1], text)
 
@@ -129,22 +135,27 @@ def _base(values: Values, row: int, bad: Sequence[bool]) -> float | None:
     return median(known) if len(known) >= MIN_BASE_STEPS else None
 
 
-def _rises(factor: float, least: float, at_once: float | None = None) -> Callable[[Values], list[bool]]:
-    """Return a rule for values above `least` and `factor` times the median of good steps before, and for all values above `at_once`."""
+def _rises(
+    factor: float, least: float, at_once: Callable[[MetricColumns], list[float]] | None = None
+) -> Callable[[Values, MetricColumns], list[bool]]:
+    """Return a rule for values above `least` and `factor` times the median of good steps before, and for all values above the limits, by
+    row, that `at_once` returns.
+    """
 
-    def bad(values: Values) -> list[bool]:
+    def bad(values: Values, metrics: MetricColumns) -> list[bool]:
+        limits = [math.inf] * len(values) if at_once is None else at_once(metrics)
         found: list[bool] = []
         for row, value in enumerate(values):
             base = _base(values, row, found) if value is not None and value > least else None
             rise = base is not None and value is not None and value > factor * base
-            found.append(rise or (at_once is not None and value is not None and value > at_once))
+            found.append(rise or (value is not None and value > limits[row]))
         return found
 
     return bad
 
 
-def _above(limit: float) -> Callable[[Values], list[bool]]:
-    return lambda values: [value is not None and value > limit for value in values]
+def _above(limit: float) -> Callable[[Values, MetricColumns], list[bool]]:
+    return lambda values, _: [value is not None and value > limit for value in values]
 
 
 def _first_median(values: Values, number: int = 5) -> float | None:
@@ -152,7 +163,7 @@ def _first_median(values: Values, number: int = 5) -> float | None:
     return median(finite(values)[:number])
 
 
-def _entropy_collapses(values: Values) -> list[bool]:
+def _entropy_collapses(values: Values, _: MetricColumns) -> list[bool]:
     start = _first_median(values)
     return [start is not None and row >= 5 and value is not None and value < 0.1 * start for row, value in enumerate(values)]
 
@@ -184,7 +195,7 @@ def _learned_or_without_reward(metrics: MetricColumns) -> list[bool]:
     return [is_learned or reward == 0 for is_learned, reward in zip(_learned(metrics), rewards, strict=True)]
 
 
-def _halves(values: Values) -> list[bool]:
+def _halves(values: Values, _: MetricColumns) -> list[bool]:
     start = _first_median(values, 3)  # a policy can halve its answers in five steps
     return [start is not None and row >= 3 and value is not None and value < 0.5 * start for row, value in enumerate(values)]
 
@@ -263,13 +274,20 @@ _WAITING = (
 _FAILED = "{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
 
 WATCHES = (
-    # bf16 engines and trainers differ by 0.005 to 0.08 nats; 0.1 means wrong weights, sampling parameters or routing, or FP8.
-    _Watch("train/logprob_abs_diff", "error", "Engine and trainer disagree", _rises(3, 0.03, at_once=0.1), _DISAGREE),
+    # A larger difference means wrong weights, sampling parameters or routing, or FP8.
+    _Watch(
+        agreement.DIFFERENCE,
+        "error",
+        "Engine and trainer disagree",
+        _rises(3, agreement.LEAST, at_once=agreement.limits),
+        _DISAGREE,
+        reason=agreement.reason,
+    ),
     _Watch(
         "rollout/reward_mean",
         "error",
         "The reward is (almost) 0",
-        lambda values: [value == 0 for value in values],
+        lambda values, _: [value == 0 for value in values],
         _NO_REWARD,
         LASTING_STEPS,
     ),
@@ -292,7 +310,7 @@ WATCHES = (
         "train/skipped_share",
         "warning",
         "Rollouts are not trained",
-        lambda values: [value == 1 for value in values],
+        lambda values, _: [value == 1 for value in values],
         _NOT_TRAINED,
         LASTING_STEPS,
         _learned_or_without_reward,

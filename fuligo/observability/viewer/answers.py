@@ -12,6 +12,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fuligo.observability.viewer.agreement import comparison
 from fuligo.observability.viewer.alarms import WATCHES
 from fuligo.observability.viewer.run import RunReader
 from fuligo.observability.viewer.run_files import SampleSet
@@ -341,4 +342,5 @@ def step_answer(run: RunReader, step: int) -> Answer | None:
 def health_answer(run: RunReader) -> Answer:
     run.update_metrics()
     watched = [watch.key for watch in WATCHES if watch.key in run.metrics.columns]
-    return {"alarms": [asdict(alarm) for alarm in run.alarms()], "watched": watched, "log": run.log_warnings()}
+    alarms = [asdict(alarm) for alarm in run.alarms()]
+    return {"alarms": alarms, "agreement": comparison(run.metrics), "watched": watched, "log": run.log_warnings()}

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+from fuligo.observability.viewer.agreement import DIFFERENCE
 from fuligo.observability.viewer.alarms import Alarm, alarms, with_cause
 from fuligo.observability.viewer.attribution import Cause
 from fuligo.observability.viewer.metric_columns import MetricColumns, finite, median
@@ -130,7 +131,7 @@ class RunReader:
     def alarms(self) -> list[Alarm]:
         """Return the alarms, with the cause of a disagreement if the samples of its first step show it."""
         return [
-            with_cause(alarm, self._cause(alarm.first_step)) if alarm.key == "train/logprob_abs_diff" else alarm
+            with_cause(alarm, self._cause(alarm.first_step)) if alarm.key == DIFFERENCE else alarm
             for alarm in self._known_alarms()
         ]
 

@@ -170,6 +170,11 @@ class TrainerSettings:
         return self.needs_old_logprobs or any(other is not None for other in others)
 
     @property
+    def measures_precision_noise(self) -> bool:
+        """True if the backend can measure its precision noise, and engine and trainer may differ by it."""
+        return False
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """Environment variables that a rank sets, unless they are already set, before it uses its device.
 

@@ -1,6 +1,7 @@
 """Trainer that the loop drives, on ranks in this process, in other processes or on Ray."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from fuligo.errors import EngineError, TrainerError
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.trainer.objective import value_metrics
 from fuligo.trainer.packing import Cost
+from fuligo.trainer.precision_noise import MAX_TOKENS, Unmeasured, noise_samples
 from fuligo.trainer.ranks import supervision
 from fuligo.trainer.ranks.commands import Command, R, SharedCommand, call, call_rank
 from fuligo.trainer.ranks.connected import start_process
@@ -23,6 +25,8 @@ from fuligo.trainer.ranks.torchrun import connect_ranks, torchrun_place
 from fuligo.trainer.ranks.worker import RankWorker
 from fuligo.trainer.shares import score_shares, skip_metrics, step_shares
 from fuligo.types import FloatArray, StepResult, TrainBatch, TrainSample
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -47,6 +51,7 @@ class RankedTrainer:
         self._start_ranks = start_ranks
         self._balance_by: Cost | None = None
         """`RankWorker.balance_by` of rank 0; None before `load`."""
+        self._has_measured_noise = False
         self._commands = asyncio.Lock()
         self._failed = False
         self._phase = "during start"
@@ -80,9 +85,10 @@ class RankedTrainer:
 
     async def train(self, batch: TrainBatch) -> StepResult:
         self.num_updates += 1
+        noise = await self._precision_noise(batch)
         result = await self._run_by_replica([call(RankWorker.train, steps) for steps in await self._planned(step_shares, batch)])
         skipped = skip_metrics(batch) if self._settings.skips_zero_advantages else {}
-        return replace(result, metrics=result.metrics | value_metrics(batch.samples) | skipped)
+        return replace(result, metrics=result.metrics | noise | value_metrics(batch.samples) | skipped)
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
         sent = await self._run(call(RankWorker.send_weights, target))
@@ -133,6 +139,19 @@ class RankedTrainer:
                 self._failed = True
                 raise
             answering |= {rank.rank for rank, answered in zip(ranks, answers, strict=True) if answered}
+
+    async def _precision_noise(self, batch: TrainBatch) -> dict[str, float]:
+        """Measure the policy's precision noise with the first samples that this trainer trains on; return its metric, or none."""
+        settings = self._settings
+        if self._has_measured_noise or not settings.measures_precision_noise:
+            return {}
+        if not (samples := noise_samples(batch.samples, min(MAX_TOKENS, settings.capacity.max_tokens or MAX_TOKENS))):
+            return {}
+        self._has_measured_noise = True
+        noise = await self._run(call(RankWorker.precision_noise, samples))
+        if isinstance(noise, Unmeasured):
+            logger.warning(f"did not measure the precision noise of the model, so the health page uses fixed limits: {noise.reason}")
+        return {"train/precision_noise": noise} if isinstance(noise, float) else {}
 
     async def _planned(self, shares: Callable[[T, TrainerSettings, Cost | None], Sequence[S]], of: T) -> Sequence[S]:
         """Plan the replicas' shares in a thread, because packing 8,192 samples takes over a second and would block rollouts."""

@@ -20,12 +20,13 @@ from fuligo.trainer.adapter_sender import AdapterSender
 from fuligo.trainer.host_memory import HostMemory
 from fuligo.trainer.metric_sums import mean_of_steps
 from fuligo.trainer.packing import Cost
+from fuligo.trainer.precision_noise import Unmeasured
 from fuligo.trainer.profiling import Timeline, profiled
 from fuligo.trainer.ranks.settings import CriticSettings, TrainerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import SampleScores, ScoreShare, StepShare, join_by_position
 from fuligo.trainer.step import Progress, StepGradients, total
-from fuligo.types import FloatArray, StepResult
+from fuligo.types import FloatArray, StepResult, TrainSample
 from fuligo.weights.colocated import TrainerRanks
 from fuligo.weights.senders import WeightSender
 
@@ -106,6 +107,16 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
 
         Weights, optimizer and random state stay as they are.
         """
+
+    def precision_noise(self, samples: list[TrainSample]) -> float | Unmeasured | None:
+        """Measure how far rounding moves the policy's log-probabilities; None on ranks other than 0. A collective.
+
+        The result is the mean absolute difference in nats between half precision and float32 over the trained tokens of the samples, which
+        all ranks compute. Weights, optimizer and random state stay as they are. By default nothing is measured
+        (`TrainerSettings.measures_precision_noise`).
+        """
+        del samples
+        return None
 
     def score(self, share: ScoreShare) -> list[SampleScores] | None:
         """Compute the scores that the settings need; return those of all samples, in order, on rank 0, and None on other ranks."""

@@ -30,6 +30,10 @@ class TorchTrainerSettings(TrainerSettings):
         return self.torch_compile and self.device == "cuda" and self.precision == "bf16"
 
     @property
+    def measures_precision_noise(self) -> bool:
+        return self.precision == "bf16" and not self.exact_on_policy and self.loss.loss_type != "sft_loss"
+
+    @property
     def needs_process_group(self) -> bool:
         """True on several ranks, on CUDA, and in bf16, because FSDP2 (which casts to bf16) needs a process group even for one rank."""
         return self.num_ranks > 1 or self.device == "cuda" or self.precision == "bf16"

@@ -24,6 +24,7 @@ from fuligo.trainer.batch import PackedTokens, pack_tokens
 from fuligo.trainer.mtp import MTPTraining, later_tokens
 from fuligo.trainer.packing import Cost, sequence_flops
 from fuligo.trainer.parameters import require_trained_mtp, sync_dtype
+from fuligo.trainer.precision_noise import Unmeasured
 from fuligo.trainer.ranks.compute_thread import ComputeThread
 from fuligo.trainer.ranks.worker import RankWorker
 from fuligo.trainer.ranks.world import World
@@ -41,10 +42,11 @@ from fuligo.trainer.torch_backend.model import (
     load_model,
     unscored_sample,
 )
+from fuligo.trainer.torch_backend.precision_noise import precision_noise
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.state import TrainingState, copy_state, restore_state, save_state
 from fuligo.trainer.torch_backend.weights import checkpoint_dtype, copy_weights, named_weights, shard, weight_tensors
-from fuligo.types import FloatArray
+from fuligo.types import FloatArray, TrainSample
 
 MAX_ROW_TOKENS = 8192
 """Maximum length in tokens of a made-up row. `warm_up` tunes kernels for its size, so a short row gives slow ones."""
@@ -101,6 +103,10 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
                 f"cannot train on rows of {num_tokens:,} tokens: {error}; lower --max-tokens-per-gpu (with --use-dynamic-batch-size), or "
                 "use --gradient-checkpointing"
             ) from error
+
+    def precision_noise(self, samples: list[TrainSample]) -> float | Unmeasured | None:
+        with self._timeline.span("precision noise"):
+            return precision_noise(self.policy, samples, self.world)
 
     def gradients(self, step: StepShare) -> StepGradients:
         with self._dropout_on():

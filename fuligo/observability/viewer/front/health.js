@@ -44,6 +44,7 @@ class Health extends View {
           ? "Limits are rules of thumb; an alarm shows where to look."
           : `${count(health.watched.length, "curve")} watched, no alarm.`,
       ),
+      ...(health.agreement ? [element("p", health.agreement)] : []),
       ...health.alarms.map((alarm) => this.alarm(alarm)),
     );
     this.grid.show(health.watched, (key) => {

@@ -7,6 +7,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
+from fuligo.observability.viewer.agreement import comparison
 from fuligo.observability.viewer.alarms import Alarm, alarms, stretches
 from fuligo.observability.viewer.metric_columns import MetricColumns
 from fuligo.observability.viewer.mismatch import UNKNOWN, Mismatch, explanation, mismatches
@@ -77,6 +78,43 @@ def rows(tmp_path: Path, **columns: list[float]) -> list[Alarm]:
     metrics = MetricColumns(path)
     metrics.update()
     return alarms(metrics)
+
+
+@pytest.mark.parametrize(
+    ("noise", "staleness", "difference", "is_alarm"),
+    [
+        (0.037, 0.0, 0.10, False),  # SmolLM2: 0.037 to 0.052 nats in ordinary runs
+        (0.037, 0.0, 0.12, True),  # with FP8 0.16 to 0.18
+        (0.09, 0.0, 0.2, False),  # experts: routing multiplies the noise
+        (0.005, 0.0, 0.02, False),
+        (0.005, 0.0, 0.04, True),
+        (0.005, 1.0, 0.04, False),  # tokens of older versions differ by the updates since
+        (0.005, 1.0, 0.11, True),
+    ],
+)
+def test_the_difference_is_compared_with_the_measured_noise(
+    tmp_path: Path, noise: float, staleness: float, difference: float, is_alarm: bool
+) -> None:
+    """The noise is measured in the first step; the limit holds from there on."""
+    keys = ("step", "rollout/staleness", "train/logprob_abs_diff")
+    lines = [dict(zip(keys, (step, staleness, difference), strict=True)) for step in range(3)]
+    lines[0]["train/precision_noise"] = noise
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    metrics = MetricColumns(path)
+    metrics.update()
+    found = alarms(metrics)
+    assert [alarm.title for alarm in found] == ["Engine and trainer disagree since step 0"] * is_alarm
+    sentence = f"differ by {difference:.2g} nats; this model's own bf16 noise is {noise:.2g}. The alarm's limit is"
+    assert sentence in str(comparison(metrics))
+    if is_alarm:
+        assert f"differ on average by up to {difference:.3g} nats. This model's own bf16 noise is {noise:.2g} nats; the" in found[0].text
+
+
+def test_limits_are_fixed_without_a_measured_noise(tmp_path: Path) -> None:
+    (alarm,) = of(tmp_path, "train/logprob_abs_diff", [0.09, 0.11])
+    assert alarm.first_step == 1
+    assert "The model's own precision noise was not measured, so the limits are fixed: 0.1, or 0.03 and three" in alarm.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""Difference between engine and trainer, judged by the precision noise of the model where the run has measured it. Pure functions."""
+
+from fuligo.observability.viewer.metric_columns import MetricColumns, Values
+
+DIFFERENCE = "train/logprob_abs_diff"
+NOISE = "train/precision_noise"
+NOISE_FACTOR = 3.0
+"""Multiple of the noise above which engine and trainer disagree. Two bf16 implementations of a model have differed by 0.7 to 1.7 times its
+noise, with samples up to two versions old by 2.2 times, engines in FP8 by at least 3.3 times (docs/view.md)."""
+LEAST = 0.03
+"""Difference in nats up to which engine and trainer agree in any case."""
+FIXED = 0.1
+"""Limit in nats if the noise was not measured. Tokens of older versions, whose difference includes updates, never have a lower one."""
+_USUAL = f"{LEAST} and three times the usual value"
+
+
+def noise(metrics: MetricColumns) -> Values:
+    """Return the noise that was last measured up to each row, in nats; None before the first measurement."""
+    known: Values = []
+    for measured in metrics.column(NOISE):
+        known.append(measured if measured is not None or not known else known[-1])
+    return known
+
+
+def limits(metrics: MetricColumns) -> list[float]:
+    """Return the difference in nats, by row, above which engine and trainer disagree, whatever it was before."""
+    ages = metrics.column("rollout/staleness")
+    return [FIXED if own is None else max(NOISE_FACTOR * own, FIXED if age else LEAST) for own, age in zip(noise(metrics), ages, strict=True)]
+
+
+def reason(metrics: MetricColumns, row: int) -> str:
+    """Return the sentence of the alarm that says what the difference in a row was compared with."""
+    own = noise(metrics)[row]
+    if own is None:
+        return f"The model's own precision noise was not measured, so the limits are fixed: {FIXED}, or {_USUAL}."
+    limit = limits(metrics)[row]
+    return f"This model's own bf16 noise is {own:.2g} nats; the limit is {limit:.2g}, or {_USUAL}."
+
+
+def comparison(metrics: MetricColumns) -> str | None:
+    """Return the health page's sentence about the latest step with a difference; None if no step has one."""
+    values = metrics.column(DIFFERENCE)
+    row = next((row for row in reversed(range(len(values))) if values[row] is not None), None)
+    if row is None:
+        return None
+    own = noise(metrics)[row]
+    basis = "the model's own precision noise was not measured" if own is None else f"this model's own bf16 noise is {own:.2g}"
+    return f"Engine and trainer differ by {values[row]:.2g} nats; {basis}. The alarm's limit is {limits(metrics)[row]:.2g}, or {_USUAL}."

@@ -1,0 +1,62 @@
+"""Precision noise of a policy: the samples on which it is measured, and the outcome."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fuligo.types import TrainSample
+
+MAX_TOKENS = 4096
+"""Maximum number of tokens on which the noise is measured: enough for a mean, and a small part of a step's work."""
+
+
+@dataclass(slots=True, frozen=True)
+class Unmeasured:
+    """Failed measurement."""
+
+    reason: str
+
+
+def noise_samples(samples: Sequence[TrainSample], max_tokens: int) -> list[TrainSample]:
+    """Return samples of at most `max_tokens` tokens in total; the first sample of each prompt goes before the second ones.
+
+    A sample that does not fit is cut, which does not change the log-probabilities of the tokens that are left. Samples without trained
+    tokens are left out, so that the result may be empty.
+    """
+    drawn: Counter[int] = Counter()
+    rounds: list[int] = []
+    for sample in samples:
+        rounds.append(drawn[sample.group_index])
+        drawn[sample.group_index] += 1
+    chosen: list[TrainSample] = []
+    for position in np.argsort(rounds, kind="stable"):
+        cut = _cut(samples[position], max_tokens)
+        if cut.loss_mask.any():
+            chosen.append(cut)
+            max_tokens -= len(cut.tokens) - 1
+    return chosen
+
+
+def _cut(sample: TrainSample, max_tokens: int) -> TrainSample:
+    """Return the part of a sample whose row has at most `max_tokens` tokens, with what a forward pass needs.
+
+    A row leaves out a sample's last token.
+    """
+    length = max(0, min(len(sample.tokens), max_tokens + 1) - sample.prompt_length)
+    return replace(
+        sample,
+        tokens=sample.tokens[: sample.prompt_length + length],
+        loss_mask=sample.loss_mask[:length],
+        engine_logprobs=sample.engine_logprobs[:length],
+        versions=sample.versions[:length],
+        advantages=sample.advantages[:length],
+        old_logprobs=None,
+        ref_logprobs=None,
+        teacher_logprobs=None,
+        values=None,
+        returns=None,
+        routed_experts=None,
+        turn_rewards=None,
+    )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fuligo.formats.adapter_config import AdapterConfig
 from fuligo.models.adapter import adapter_tensors
@@ -68,6 +68,23 @@ def test_logprobs_and_gradients_equal_the_cpus(checkpoint, precision, logprob_bo
     scale = max(g.abs().max() for g in expected.values())
     for name, gradient in expected.items():
         assert (got[name] - gradient).abs().max() <= gradient_bound * scale, name
+
+
+@pytest.mark.parametrize("torch_compile", [False, True])
+def test_the_precision_noise_is_that_of_float32_on_the_cpu(checkpoint, tmp_path, torch_compile: bool) -> None:
+    """Weights that bfloat16 holds exactly, so that the CPU's trainer computes with the same ones."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model.float().save_pretrained(tmp_path)
+    cpu, cuda = worker(tmp_path, "cpu"), worker(tmp_path, "cuda", "bf16", torch_compile=torch_compile)
+    samples = [replace(s, loss_mask=np.ones_like(s.loss_mask), mask_sum=float(s.response_length)) for s in train_batches.samples(LENGTHS)]
+    torch.cuda.empty_cache()
+    before, reserved = torch._dynamo.utils.counters["stats"]["unique_graphs"], torch.cuda.memory_reserved()
+    noise = cuda.precision_noise(samples)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert torch.cuda.memory_reserved() <= reserved + 32 * 2**20  # workspaces of cuBLAS
+    half, full = (np.concatenate(rank.logprobs(shares.to_score(rank, samples))) for rank in (cuda, cpu))
+    weights = np.concatenate([np.full(sample.response_length, 1 / sample.response_length) for sample in samples])
+    assert noise == pytest.approx(np.average(np.abs(half - full), weights=weights), rel=0.1 if torch_compile else 1e-2)  # compiled layers round less often
 
 
 @pytest.mark.parametrize(("precision", "value_bound", "gradient_bound"), [("fp32", 1e-4, 1e-3), ("bf16", 0.5, 0.15)])

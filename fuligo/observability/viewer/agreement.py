@@ -5,8 +5,8 @@ from fuligo.observability.viewer.metric_columns import MetricColumns, Values
 DIFFERENCE = "train/logprob_abs_diff"
 NOISE = "train/precision_noise"
 NOISE_FACTOR = 3.0
-"""Multiple of the noise above which engine and trainer disagree. Two bf16 implementations of a model have differed by 0.7 to 1.7 times its
-noise, with samples up to two versions old by 2.2 times, engines in FP8 by at least 3.3 times (docs/view.md)."""
+"""Multiple of the noise above which engine and trainer disagree. Two bf16 implementations of a model have differed by 0.5 to 1.7 times its
+noise, with samples up to two versions old by 2.2 times, with FP8 on one side by at least 3.2 times (docs/view.md)."""
 LEAST = 0.03
 """Difference in nats up to which engine and trainer agree in any case."""
 FIXED = 0.1
@@ -25,7 +25,9 @@ def noise(metrics: MetricColumns) -> Values:
 def limits(metrics: MetricColumns) -> list[float]:
     """Return the difference in nats, by row, above which engine and trainer disagree, whatever it was before."""
     ages = metrics.column("rollout/staleness")
-    return [FIXED if own is None else max(NOISE_FACTOR * own, FIXED if age else LEAST) for own, age in zip(noise(metrics), ages, strict=True)]
+    return [
+        FIXED if own is None else max(NOISE_FACTOR * own, FIXED if age else LEAST) for own, age in zip(noise(metrics), ages, strict=True)
+    ]
 
 
 def reason(metrics: MetricColumns, row: int) -> str:

@@ -130,10 +130,7 @@ class RunReader:
 
     def alarms(self) -> list[Alarm]:
         """Return the alarms, with the cause of a disagreement if the samples of its first step show it."""
-        return [
-            with_cause(alarm, self._cause(alarm.first_step)) if alarm.key == DIFFERENCE else alarm
-            for alarm in self._known_alarms()
-        ]
+        return [with_cause(alarm, self._cause(alarm.first_step)) if alarm.key == DIFFERENCE else alarm for alarm in self._known_alarms()]
 
     def num_ongoing_alarms(self) -> dict[str, int]:
         """Return the number of alarms at the latest step, by severity; notes do not count."""

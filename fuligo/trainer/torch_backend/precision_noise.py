@@ -23,13 +23,14 @@ from fuligo.types import TrainSample
 
 
 @torch.no_grad()
-def precision_noise(policy: Policy, samples: Sequence[TrainSample], world: World) -> float | Unmeasured | None:
+def precision_noise(policy: Policy, samples: Sequence[TrainSample], world: World, *, per_token: bool) -> float | Unmeasured | None:
     """Return the mean absolute difference in nats over the trained tokens of the samples; None on ranks other than 0. A collective.
 
-    All ranks compute the same samples. Weights, hooks and random state are unchanged afterwards, and no device memory stays allocated. A
+    Tokens are weighted as in the loss (`LossSettings.per_token`), like the difference between engine and trainer. All ranks compute the same samples. Weights, hooks and random state are unchanged afterwards, and no device memory stays allocated. A
     pass that fails on a rank, such as for lack of memory, ends on all ranks: the result is then `Unmeasured`.
     """
-    outcomes = world.gather(_measure(policy, samples, world))
+    weights = np.concatenate([(sample.loss_mask != 0) / (1.0 if per_token else sample.mask_sum) for sample in samples])
+    outcomes = world.gather(_measure(policy, samples, weights, world))
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     if outcomes is None:
@@ -38,7 +39,7 @@ def precision_noise(policy: Policy, samples: Sequence[TrainSample], world: World
     return own_failures[0] if own_failures else outcomes[0]
 
 
-def _measure(policy: Policy, samples: Sequence[TrainSample], world: World) -> float | Unmeasured:
+def _measure(policy: Policy, samples: Sequence[TrainSample], weights: np.ndarray, world: World) -> float | Unmeasured:
     """Measure on this rank. `Unmeasured` has no reason if only another rank failed."""
     policy.release_gathered()
     try:
@@ -47,8 +48,7 @@ def _measure(policy: Policy, samples: Sequence[TrainSample], world: World) -> fl
         with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), eager:
             tokens = pack_tokens(samples, world.device)
             half, full = (_logprobs(policy, tokens, dtype, world) for dtype in (torch.bfloat16, torch.float32))
-            trained = torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples]) != 0)
-            noise = (half - full).abs().cpu()[trained].mean().item()
+            noise = float(np.average((half - full).abs().cpu().numpy(), weights=weights))
         failure = None if np.isfinite(noise) else f"the mean difference is {noise}"
     except _OtherRankFailedError:
         return Unmeasured("")

@@ -106,7 +106,7 @@ class TorchRankWorker(RankWorker[TorchTrainerSettings, Critic, Policy]):
 
     def precision_noise(self, samples: list[TrainSample]) -> float | Unmeasured | None:
         with self._timeline.span("precision noise"):
-            return precision_noise(self.policy, samples, self.world)
+            return precision_noise(self.policy, samples, self.world, per_token=self.settings.loss.per_token)
 
     def gradients(self, step: StepShare) -> StepGradients:
         with self._dropout_on():

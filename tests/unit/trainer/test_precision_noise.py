@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,8 @@ async def loaded(settings: TorchTrainerSettings) -> LocalTrainer:
 def noise_in_transformers(checkpoint: Path) -> float:
     half = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     full = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float()
-    found = torch.cat([(logprobs_of(half, sample) - logprobs_of(full, sample)).abs() for sample in SAMPLES])
-    return found[torch.from_numpy(np.concatenate([sample.loss_mask for sample in SAMPLES])) != 0].mean().item()
+    differences = [(logprobs_of(half, sample) - logprobs_of(full, sample)).abs() for sample in SAMPLES]
+    return fmean(difference[sample.loss_mask != 0].mean().item() for difference, sample in zip(differences, SAMPLES, strict=True))
 
 
 @torch.no_grad()
@@ -95,12 +96,12 @@ class WorldWithAFailure(World):
 
 async def test_without_a_measurement_the_run_goes_on_as_with_one(settings, caplog, monkeypatch) -> None:
     trainer = await loaded(settings)
-    worker = trainer.worker
+    worker: Any = trainer.worker
     hooks = [dict(module._forward_pre_hooks) for module in worker.policy.modules()]
     parameters, random = dict(worker.policy.named_parameters()), torch.get_rng_state()
     noise = worker.precision_noise(SAMPLES)
     elsewhere = WorldWithAFailure(calls=[])
-    assert precision_noise.precision_noise(worker.policy, SAMPLES, elsewhere) == Unmeasured("OutOfMemoryError: 1 GiB")
+    assert precision_noise.precision_noise(worker.policy, SAMPLES, elsewhere, per_token=False) == Unmeasured("OutOfMemoryError: 1 GiB")
     assert len(elsewhere.calls) == 2, "this rank ends as soon as it hears of the failure"
 
     def no_memory(*_: Any) -> None:

@@ -97,7 +97,7 @@ def test_the_difference_is_compared_with_the_measured_noise(
 ) -> None:
     """The noise is measured in the first step; the limit holds from there on."""
     keys = ("step", "rollout/staleness", "train/logprob_abs_diff")
-    lines = [dict(zip(keys, (step, staleness, difference), strict=True)) for step in range(3)]
+    lines: list[dict[str, float]] = [dict(zip(keys, (step, staleness, difference), strict=True)) for step in range(3)]
     lines[0]["train/precision_noise"] = noise
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))

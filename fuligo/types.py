@@ -97,8 +97,8 @@ class Span:
     """Time interval of a sample or of a trainer rank, for the trace and `fuligo view`."""
 
     name: str
-    """Kind of work: `generate`, `reward`, `environment`, `teacher`, or a name that a hook chose (sample); `score`, `forward, backward`,
-    `optimizer`, `send` (rank)."""
+    """Kind of work: `generate`, `reward`, `environment`, `teacher`, or a name that a hook chose (sample); `score`, `precision noise`,
+    `forward, backward`, `optimizer`, `send` (rank)."""
     start_s: float
     """Seconds since the epoch (`time.time()`)."""
     end_s: float

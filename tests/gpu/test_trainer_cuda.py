@@ -84,7 +84,9 @@ def test_the_precision_noise_is_that_of_float32_on_the_cpu(checkpoint, tmp_path,
     assert torch.cuda.memory_reserved() <= reserved + 32 * 2**20  # workspaces of cuBLAS
     half, full = (np.concatenate(rank.logprobs(shares.to_score(rank, samples))) for rank in (cuda, cpu))
     weights = np.concatenate([np.full(sample.response_length, 1 / sample.response_length) for sample in samples])
-    assert noise == pytest.approx(np.average(np.abs(half - full), weights=weights), rel=0.1 if torch_compile else 1e-2)  # compiled layers round less often
+    assert noise == pytest.approx(
+        np.average(np.abs(half - full), weights=weights), rel=0.1 if torch_compile else 1e-2
+    )  # compiled layers round less often
 
 
 @pytest.mark.parametrize(("precision", "value_bound", "gradient_bound"), [("fp32", 1e-4, 1e-3), ("bf16", 0.5, 0.15)])

@@ -51,7 +51,8 @@ class RankedTrainer:
         self._start_ranks = start_ranks
         self._balance_by: Cost | None = None
         """`RankWorker.balance_by` of rank 0; None before `load`."""
-        self._has_measured_noise = False
+        self._measures_noise = settings.measures_precision_noise
+        """True until the first rollout of the run is trained; a resumed run, whose metrics equal an uninterrupted one's, began with it."""
         self._commands = asyncio.Lock()
         self._failed = False
         self._phase = "during start"
@@ -108,6 +109,7 @@ class RankedTrainer:
         await supervision.finish(END_SAVE.name, writer, calls, timeout_s=self._settings.command_timeout_s)
 
     async def restore(self, directory: Path) -> None:
+        self._measures_noise = False
         await self._run(call(RankWorker.restore, _for_ranks(directory)))
 
     async def offload(self) -> None:
@@ -141,14 +143,14 @@ class RankedTrainer:
             answering |= {rank.rank for rank, answered in zip(ranks, answers, strict=True) if answered}
 
     async def _precision_noise(self, batch: TrainBatch) -> dict[str, float]:
-        """Measure the policy's precision noise with the first samples that this trainer trains on; return its metric, or none."""
-        settings = self._settings
-        if self._has_measured_noise or not settings.measures_precision_noise:
+        """Measure the policy's precision noise on a few samples of the run's first rollout; return its metric, or none."""
+        if not self._measures_noise:
             return {}
-        if not (samples := noise_samples(batch.samples, min(MAX_TOKENS, settings.capacity.max_tokens or MAX_TOKENS))):
-            return {}
-        self._has_measured_noise = True
-        noise = await self._run(call(RankWorker.precision_noise, samples))
+        self._measures_noise = False
+        max_tokens = min(MAX_TOKENS, self._settings.capacity.max_tokens or MAX_TOKENS)
+        noise = Unmeasured(f"no sample has a trained token among its first {max_tokens:,} tokens")
+        if samples := noise_samples(batch.samples, max_tokens):
+            noise = await self._run(call(RankWorker.precision_noise, samples))
         if isinstance(noise, Unmeasured):
             logger.warning(f"did not measure the precision noise of the model, so the health page uses fixed limits: {noise.reason}")
         return {"train/precision_noise": noise} if isinstance(noise, float) else {}

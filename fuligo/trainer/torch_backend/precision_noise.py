@@ -26,8 +26,9 @@ from fuligo.types import TrainSample
 def precision_noise(policy: Policy, samples: Sequence[TrainSample], world: World, *, per_token: bool) -> float | Unmeasured | None:
     """Return the mean absolute difference in nats over the trained tokens of the samples; None on ranks other than 0. A collective.
 
-    Tokens are weighted as in the loss (`LossSettings.per_token`), like the difference between engine and trainer. All ranks compute the same samples. Weights, hooks and random state are unchanged afterwards, and no device memory stays allocated. A
-    pass that fails on a rank, such as for lack of memory, ends on all ranks: the result is then `Unmeasured`.
+    Tokens are weighted as in the loss (`LossSettings.per_token`), like the difference between engine and trainer. All ranks compute the
+    same samples. Weights, hooks and random state are unchanged afterwards, and no device memory stays allocated. A pass that fails on a
+    rank, such as for lack of memory, ends on all ranks: the result is then `Unmeasured`.
     """
     weights = np.concatenate([(sample.loss_mask != 0) / (1.0 if per_token else sample.mask_sum) for sample in samples])
     outcomes = world.gather(_measure(policy, samples, weights, world))

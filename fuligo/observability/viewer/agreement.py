@@ -11,7 +11,6 @@ LEAST = 0.03
 """Difference in nats up to which engine and trainer agree in any case."""
 FIXED = 0.1
 """Limit in nats if the noise was not measured. Tokens of older versions, whose difference includes updates, never have a lower one."""
-_USUAL = f"{LEAST} and three times the usual value"
 
 
 def noise(metrics: MetricColumns) -> Values:
@@ -30,13 +29,17 @@ def limits(metrics: MetricColumns) -> list[float]:
     ]
 
 
+def _limit(limit: float) -> str:
+    """Describe the limit, and the rule for rises of smaller values if there can be any."""
+    return f"{limit:.2g}" + (f", or {LEAST} and three times the usual value" if limit > LEAST else "")
+
+
 def reason(metrics: MetricColumns, row: int) -> str:
     """Return the sentence of the alarm that says what the difference in a row was compared with."""
     own = noise(metrics)[row]
     if own is None:
-        return f"The model's own precision noise was not measured, so the limits are fixed: {FIXED}, or {_USUAL}."
-    limit = limits(metrics)[row]
-    return f"This model's own bf16 noise is {own:.2g} nats; the limit is {limit:.2g}, or {_USUAL}."
+        return f"The model's own precision noise was not measured, so the limits are fixed: {_limit(FIXED)}."
+    return f"This model's own bf16 noise is {own:.2g} nats; the limit is {_limit(limits(metrics)[row])}."
 
 
 def comparison(metrics: MetricColumns) -> str | None:
@@ -47,4 +50,4 @@ def comparison(metrics: MetricColumns) -> str | None:
         return None
     own = noise(metrics)[row]
     basis = "the model's own precision noise was not measured" if own is None else f"this model's own bf16 noise is {own:.2g}"
-    return f"Engine and trainer differ by {values[row]:.2g} nats; {basis}. The alarm's limit is {limits(metrics)[row]:.2g}, or {_USUAL}."
+    return f"Engine and trainer differ by {values[row]:.2g} nats; {basis}. The alarm's limit is {_limit(limits(metrics)[row])}."

@@ -51,8 +51,8 @@ class RankedTrainer:
         self._start_ranks = start_ranks
         self._balance_by: Cost | None = None
         """`RankWorker.balance_by` of rank 0; None before `load`."""
-        self._measures_noise = settings.measures_precision_noise
-        """True until the first rollout of the run is trained; a resumed run, whose metrics equal an uninterrupted one's, began with it."""
+        self._is_first_rollout = True
+        """True until a rollout is trained, or a run resumed, which measures no noise so that its metrics equal an uninterrupted one's."""
         self._commands = asyncio.Lock()
         self._failed = False
         self._phase = "during start"
@@ -109,7 +109,7 @@ class RankedTrainer:
         await supervision.finish(END_SAVE.name, writer, calls, timeout_s=self._settings.command_timeout_s)
 
     async def restore(self, directory: Path) -> None:
-        self._measures_noise = False
+        self._is_first_rollout = False
         await self._run(call(RankWorker.restore, _for_ranks(directory)))
 
     async def offload(self) -> None:
@@ -144,9 +144,9 @@ class RankedTrainer:
 
     async def _precision_noise(self, batch: TrainBatch) -> dict[str, float]:
         """Measure the policy's precision noise on a few samples of the run's first rollout; return its metric, or none."""
-        if not self._measures_noise:
+        is_first, self._is_first_rollout = self._is_first_rollout, False
+        if not is_first or not self._settings.measures_precision_noise:
             return {}
-        self._measures_noise = False
         max_tokens = min(MAX_TOKENS, self._settings.capacity.max_tokens or MAX_TOKENS)
         noise = Unmeasured(f"no sample has a trained token among its first {max_tokens:,} tokens")
         if samples := noise_samples(batch.samples, max_tokens):

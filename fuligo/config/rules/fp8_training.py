@@ -8,7 +8,6 @@ from fuligo.config.flags import flags
 from fuligo.config.rules.rule import Violation, rule
 
 RECIPES = ("blockwise", "tensorwise")
-_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _OFF = tuple(Change(("megatron", name), None) for name in ("fp8_format", "fp8_recipe"))
 
 
@@ -35,11 +34,11 @@ def all_layers_train_in_fp8(config: Config) -> Iterator[Violation]:
             yield Violation(f"--fp8-format {kind} with {option} {value} is not tested", _OFF, flags=("--fp8-format", option))
 
 
-@rule("CFG-FP8-LAYOUT", "--fp8-format", *(flags()[name].option for name in _SIZES), severity=Severity.WARNING)
+@rule("CFG-FP8-LAYOUT", "--fp8-format", "--pipeline-model-parallel-size", severity=Severity.WARNING)
 def fp8_is_tested_in_this_layout(config: Config) -> Iterator[Violation]:
-    """Warn about FP8 training of a model that is split over GPUs, which has not been tested on GPUs."""
-    kind = config.megatron.get("fp8_format")
-    split = [f"{flags()[name].option} {size}" for name in _SIZES if (size := getattr(config.parallel, name)) > 1]
-    if kind is not None and split:
-        text = f"--fp8-format {kind} with {', '.join(split)} has not been tested on GPUs; check train/logprob_abs_diff and train/grad_norm"
+    """Warn about FP8 training with pipeline stages, which has not been tested on GPUs."""
+    kind, num_stages = config.megatron.get("fp8_format"), config.parallel.pipeline_model_parallel_size
+    if kind is not None and num_stages > 1:
+        with_stages = f"--fp8-format {kind} with --pipeline-model-parallel-size {num_stages}"
+        text = f"{with_stages} has not been tested on GPUs; check train/logprob_abs_diff and train/grad_norm"
         yield Violation(text, advice="compare with a run without --fp8-format")

@@ -34,8 +34,8 @@ BROKEN_MODELS: dict[str, list[tuple[Values, str]]] = {
     ],
     "CFG-FP8-LAYOUT": [
         (
-            {**MEGATRON, "tensor_model_parallel_size": 2, "megatron": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}},
-            "--fp8-format e4m3 with --tensor-model-parallel-size 2 has not been tested on GPUs",
+            {**MEGATRON, "pipeline_model_parallel_size": 2, "megatron": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}},
+            "--fp8-format e4m3 with --pipeline-model-parallel-size 2 has not been tested on GPUs",
         )
     ],
     "CFG-FP8-PARTS": [

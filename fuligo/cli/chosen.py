@@ -109,7 +109,8 @@ def find_devices(config: Config) -> tuple[Gpu, ...]:
 def with_installed_engine(config: Config, num_gpus: int, gpu: str | None = None) -> tuple[Config, list[str]]:
     """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and console lines about the choice.
 
-    `num_gpus` and `gpu`: GPUs of this machine, and their model for the plan that decides whether two are shared; None: two are not shared.
+    `num_gpus`: number of GPUs of this machine. `gpu`: their model, for the plan that decides whether trainer and engine share two of them;
+    None: they do not share two.
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
@@ -147,13 +148,13 @@ def _has_chosen_engine(config: Config) -> bool:
 def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str) -> tuple[Config, list[str]]:
     """Return the config with SGLang engines, and a line with the reason.
 
-    They share the trainer's GPUs if it uses all `num_gpus`, or if sharing two keeps both busy. The config is unchanged if SGLang would
-    break a rule.
+    Trainer and engines share the GPUs if the trainer uses all `num_gpus`, and share two GPUs if one of two separate ones would always be
+    idle. The config is unchanged if SGLang would break a rule.
     """
     changes = [Change(("cluster", "rollout_backend"), "sglang")]
     two = [*changes, Change(("cluster", "colocate"), True), Change(("cluster", "actor_num_gpus_per_node"), 2)]
     if num_gpus >= 2 and gpu is not None and _would_idle(config) and _can_run(shared := apply_changes(config, two), gpu):
-        idle = "with a GPU for each (--rollout-num-gpus 1), trainer or engine would idle"
+        idle = "on separate GPUs (--rollout-num-gpus 1), one of the two would always be idle"
         return shared, [f"{as_typed(change_text(change) for change in two)}: {reason}; {idle}"]
     if config.trains and config.num_train_gpus >= num_gpus and not config.cluster.colocate:
         changes.append(Change(("cluster", "colocate"), True))
@@ -181,7 +182,7 @@ def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]
 
 
 def _would_idle(config: Config) -> bool:
-    """Return whether no flag places trainer and engine, and they would work in turns, each on its own GPU."""
+    """Return whether no flag places trainer and engine, and they would take turns, each on its own GPU."""
     flags = config.cluster
     given = (flags.colocate, flags.actor_num_gpus_per_node, flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine)
     placed = any(given) or config.total_num_gpus != 1
@@ -193,7 +194,7 @@ def _can_run(config: Config, gpu: str) -> bool:
     try:
         return not any(finding.severity is Severity.ERROR for finding in make_plan(config, gpu, "train").findings)
     except ConfigError:
-        return False  # such as a model that the planner does not know
+        return False  # for example, the planner does not know the model
 
 
 def _breaks_rules(config: Config, changed: Config) -> bool:

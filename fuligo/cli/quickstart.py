@@ -61,7 +61,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("fuligo quickstart", description="GRPO with a tiny model on a CPU, in about a minute.")
     parser.add_argument("--run-dir", help="new or empty directory (default: runs/quickstart-<time>)")
     parser.add_argument("--seed", type=int, default=1, help="seed of data order, sampling and training (default: 1)")
-    parser.add_argument("--num-rollout", type=int, help="steps of training (default: 30)")
+    parser.add_argument("--num-rollout", type=int, help="number of training steps (default: 30)")
     return parser.parse_args(arguments)
 
 

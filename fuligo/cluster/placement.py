@@ -65,8 +65,8 @@ def engine_parts(slots: Sequence[Slot], *, name: str) -> tuple[EnginePart, ...]:
     sizes = [len(part.slots) for part in parts]
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"cannot place {name}: it would have {' and '.join(map(str, sizes))} GPUs on its nodes, but it needs equal numbers; choose "
-            "a --rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
+            f"cannot place {name}: it would have {' and '.join(map(str, sizes))} GPUs on its nodes, but needs the same number on each; "
+            "choose a --rollout-num-gpus-per-engine that divides --num-gpus-per-node, and a trainer size that leaves whole engines free"
         )
     return parts
 

@@ -46,7 +46,7 @@ class NodeAgent:
         return self._gpus
 
     async def claim_ports(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Claim runs of consecutive ports of these sizes; return the first port of each."""
+        """Claim ranges of consecutive ports of these sizes; return the first port of each."""
         return tuple(map(self._claims.claim, sizes))
 
     async def missing(self, paths: list[str]) -> list[str]:

@@ -183,10 +183,10 @@ class Config(Placement):
 
     @property
     def resolved_skip_zero_advantages(self) -> bool:
-        """True if the trainer leaves out samples whose advantages are all 0: as given, else if nothing depends on them.
+        """True if the trainer leaves out samples whose advantages are all 0: the flag if set, else True if nothing depends on them.
 
-        --exact-on-policy compares their log-probabilities too, and a custom function for importance weights may compute them over all
-        samples of a micro-batch.
+        --exact-on-policy also compares the log-probabilities of these samples, and a custom function for importance weights may compute
+        weights over all samples of a micro-batch.
         """
         flags = self.algorithm
         if flags.skip_zero_advantages is not None:

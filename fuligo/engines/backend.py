@@ -132,7 +132,7 @@ class EnginePlace:
     host: str
     """Address of the engine's first node for driver and trainer."""
     ports: tuple[int, ...]
-    """Ports that are claimed on the first node: the first of each run of consecutive ports."""
+    """First port of each range of consecutive ports that is claimed on the first node."""
     gpu_ids: tuple[int, ...] = ()
     """GPUs on the first node; empty on a CPU."""
     num_nodes: int = 1
@@ -140,7 +140,7 @@ class EnginePlace:
 
 @dataclass(slots=True, frozen=True)
 class NodePart:
-    """Part of an engine on one node, as the node starts it."""
+    """Part of an engine that one node starts."""
 
     number: int
     """Index of the node among the engine's nodes."""
@@ -154,11 +154,11 @@ class NodePart:
 
 
 class EngineSettings(Protocol):
-    """Settings of one engine that hosts can start. Can be pickled: each node of the engine gets a copy."""
+    """Settings of one engine that hosts can start. They can be pickled, because each node of the engine gets a copy."""
 
     @property
     def name(self) -> str:
-        """Name in messages and logs, `engine N`, with the engine's index among those of the run."""
+        """Name in messages and logs: `engine N`, where N is the engine's index in the run."""
         ...
 
     @property
@@ -175,21 +175,21 @@ class EngineSettings(Protocol):
         ...
 
     def start_part(self, part: NodePart, claims: PortClaims) -> ServerProcess:
-        """Start the engine's part on this node; return before it is ready. `claims`: ports of the node."""
+        """Start the engine's part on this node; return before it is ready. `claims` claims ports of the node."""
         ...
 
     async def answers(self, timeout_s: float) -> bool:
-        """Return whether the engine accepts requests; an engine that does not answer in time does not."""
+        """Return whether the engine reports within `timeout_s` seconds that it accepts requests."""
         ...
 
     async def require_key(self) -> None:
-        """Check that the engine, which accepts requests, requires its keys. Raises EngineError if it does not."""
+        """Check that the engine, once it accepts requests, requires its keys. Raises EngineError if it does not."""
 
 
 SettingsT = TypeVar("SettingsT", bound=EngineSettings)
 Settings_co = TypeVar("Settings_co", bound=EngineSettings, covariant=True)
 PROBE_TIMEOUT_S = 5.0
-"""Seconds in which a starting engine must answer a probe; it is probed again until its `start_timeout_s` has passed."""
+"""Seconds to wait for the answer to one probe of a starting engine; probes are repeated until its `start_timeout_s` has passed."""
 
 
 class Server(Protocol[Settings_co]):
@@ -214,7 +214,7 @@ class Server(Protocol[Settings_co]):
         """Wait until the server accepts requests. Raises EngineError with the last lines of its log if it does not."""
 
     async def answers(self, timeout_s: float) -> bool:
-        """Return whether the server's health check succeeds in time."""
+        """Return whether the server's health check succeeds within `timeout_s` seconds."""
         ...
 
     async def stop(self) -> None:
@@ -227,7 +227,7 @@ class EngineHosts(Protocol):
     async def engine_places(self, port_sizes: Sequence[int]) -> list[EnginePlace]:
         """Return the places of all engines, in order.
 
-        `port_sizes`: sizes of the runs of consecutive ports to claim for each engine.
+        `port_sizes`: sizes of the ranges of consecutive ports to claim for each engine.
         """
         ...
 
@@ -275,7 +275,7 @@ class EngineBackend(Protocol):
         ...
 
     def claimed_ports(self, config: Config) -> list[int]:
-        """Return the sizes of the runs of consecutive ports that a run claims on a machine with all its engines."""
+        """Return the sizes of the ranges of consecutive ports that a run claims if one machine has all its engines."""
         ...
 
 
@@ -304,7 +304,7 @@ async def stopped_at_exit(process: StartedProcess) -> AsyncIterator[None]:
 
 
 def connect_to(config: Config, urls: Sequence[str], keys: EngineKeys, stack: AsyncExitStack) -> EngineGroup:
-    """Return the group of engines without a supervisor; `stack` closes the connections."""
+    """Connect to engines that nothing supervises, and return their group; `stack` closes the connections."""
     timeout_s = config.rollout.rollout_timeout_s
     deadlines = ControlDeadlines.of_others(request_timeout_s=timeout_s, start_timeout_s=config.engine.engine_start_timeout_s)
     retries = config.rollout.rollout_retries

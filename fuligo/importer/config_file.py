@@ -21,8 +21,8 @@ _TOPOLOGY_OPTION = "--sglang-config"
 _WIDTH = 120
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _SKIPS = (
-    "samples whose advantages are all 0 are not trained, and optimizer steps without others are skipped, in which slime's AdamW moves the "
-    "weights by momentum and weight decay; set skip_zero_advantages: false (group algorithm) to train them as slime does"
+    "fuligo leaves samples whose advantages are all 0 out of training, and skips optimizer steps that have no others; in these steps, "
+    "momentum and weight decay move slime's weights; set skip_zero_advantages: false (group algorithm) to train on them as slime does"
 )
 
 

@@ -244,13 +244,13 @@ def _field(record: Record, name: str, key: str, spec: str, unit: str = "") -> st
 
 
 def _skipped(record: Record) -> str:
-    """Return which samples were not trained and why: `skipped 25% of samples (advantage 0)`; "" if all were trained."""
+    """Return which samples were left out and why: `skipped 25% of samples (advantage 0)`; "" if none were."""
     share, num_steps = record.get("train/skipped_share"), record.get("train/num_skipped_steps")
     if not share:
         return ""
     if share == 1:
-        return "not trained (all advantages are 0)"
-    steps = f" and {count(num_steps, 'step')}" if num_steps else ""
+        return "skipped training (all advantages are 0)"
+    steps = f" and {count(num_steps, 'optimizer step')}" if num_steps else ""
     return f"skipped {share:.0%} of samples{steps} (advantage 0)"
 
 

@@ -1,4 +1,4 @@
-"""Precision noise of a policy: the samples on which it is measured, and the outcome."""
+"""Precision noise of a policy: samples on which it is measured, and the result of a failed measurement."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from fuligo.types import TrainSample
 
 MAX_TOKENS = 4096
-"""Maximum number of tokens on which the noise is measured: enough for a mean, and a small part of a step's work."""
+"""Maximum number of tokens on which the noise is measured: enough for a mean, but only a small part of a step's work."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,10 +20,10 @@ class Unmeasured:
 
 
 def noise_samples(samples: Sequence[TrainSample], max_tokens: int) -> list[TrainSample]:
-    """Return samples of at most `max_tokens` tokens in total; the first sample of each prompt goes before the second ones.
+    """Return samples of at most `max_tokens` tokens in total; the first sample of every prompt comes before any second one.
 
-    A sample that does not fit is cut, which does not change the log-probabilities of the tokens that are left. Samples without trained
-    tokens are left out, so that the result may be empty.
+    A sample that does not fit is cut, which does not change the log-probabilities of its remaining tokens. Samples without trained tokens
+    are left out, so the result may be empty.
     """
     drawn: Counter[int] = Counter()
     rounds: list[int] = []
@@ -40,9 +40,9 @@ def noise_samples(samples: Sequence[TrainSample], max_tokens: int) -> list[Train
 
 
 def _cut(sample: TrainSample, max_tokens: int) -> TrainSample:
-    """Return the part of a sample whose row has at most `max_tokens` tokens, with what a forward pass needs.
+    """Return the first part of a sample, with the fields that a forward pass needs, so that its row has at most `max_tokens` tokens.
 
-    A row leaves out a sample's last token.
+    The row of a sample does not contain its last token.
     """
     length = max(0, min(len(sample.tokens), max_tokens + 1) - sample.prompt_length)
     return replace(

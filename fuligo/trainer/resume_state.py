@@ -69,7 +69,7 @@ class Counters:
 
 
 def _progress(fields: dict[str, int]) -> Progress:
-    # Checkpoints of versions that trained every step have no count of skipped ones.
+    # Checkpoints of older versions have no count of skipped steps.
     return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]), int(fields.get("num_skipped_steps", 0)))
 
 

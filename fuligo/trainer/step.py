@@ -33,11 +33,11 @@ class Progress:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates of the weights: AdamW's step counter. Before the first one, there are no moments."""
+        """Number of updates of the weights: AdamW's step counter. Before the first update, the optimizer has no moments."""
         return self.num_optimizer_steps - self.num_skipped_steps
 
     def skip_step(self) -> None:
-        """Count an optimizer step that is skipped."""
+        """Count a skipped optimizer step."""
         self.num_optimizer_steps += 1
         self.num_skipped_steps += 1
 

@@ -268,7 +268,7 @@ class TestHealth:
     def test_curves_mark_the_alarm(self, open_view: OpenPage) -> None:
         page = open_view("health")
         expect(chart(page, "train/logprob_abs_diff").locator("rect.band.error")).to_have_count(1)
-        compared = "nats; the model's own precision noise was not measured. The alarm's limit is 0.1, or 0.03 and three times the usual"
+        compared = "nats; the model's own precision noise was not measured. The alarm's limit is 0.1 nats, or three times the usual value"
         expect(page.locator(".headline")).to_contain_text(compared)
 
 

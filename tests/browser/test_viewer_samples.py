@@ -38,7 +38,7 @@ REPORTED = {
     ),
     "graded": ("part=acc", "part=acc&part_min=0.5", "part=acc&part_max=0.5", "part=format&part_min=0.25&part_max=0.25", "part_min=0.5"),
 }
-"""Filters by run: each of `SampleFilter` at least once."""
+"""Filters by run; every field of `SampleFilter` occurs at least once."""
 
 
 @pytest.mark.parametrize(("filters", "number"), FILTERS.items())
@@ -47,7 +47,7 @@ def test_filters(open_view: OpenPage, filters: str, number: int) -> None:
 
 
 def test_a_report_filters_like_the_server(open_page: OpenPage, recorded: Path, tmp_path: Path) -> None:
-    """The page of a report filters itself (`passes` in front/source.js). These reports contain all samples of their runs."""
+    """A report filters in the browser (`passes` in front/source.js). These reports contain all samples of their runs."""
     graded = begin_run(tmp_path / "graded")
     rewards: list[float | dict] = [{"acc": 1.0, "format": 0.5}, {"acc": 0.0}, {"format": 0.25}, 1.0]
     samples = [Sample(at, 0, "p", np.ones(1, np.int32), reward=reward) for at, reward in enumerate(rewards)]

@@ -1,4 +1,4 @@
-"""Engine of a backend that fuligo does not know: a web server."""
+"""Engine of a backend that is not part of fuligo: a plain web server."""
 
 import sys
 from dataclasses import dataclass, replace

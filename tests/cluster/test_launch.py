@@ -85,7 +85,7 @@ def assert_closed(stranger: subprocess.Popen[str], raylet: int, family: dict[int
 
 @pytest.mark.slow
 def test_a_host_that_does_not_come_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
-    """A failing step of a Slurm job, below, is named the same way."""
+    """The test of a failing Slurm step, below, covers the same message."""
     hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run")
     said = fail(1, *launch(hosts, free_port, ssh="bash -c 'echo no route to {host}; exit 255' {command}"), *train[1:])
@@ -114,7 +114,7 @@ def test_a_port_in_use_is_named(job: Job, free_port: int, tmp_path: Path) -> Non
 
 
 def slurm_job(directory: Path, srun: str) -> dict[str, str]:
-    """Return the variables of a job on 127.0.0.2 and 127.0.0.3, with a stand-in for srun, a shell script that gets its arguments."""
+    """Return the variables of a job on 127.0.0.2 and 127.0.0.3. `srun`: shell code of a stand-in for srun, which gets srun's arguments."""
     path = directory / "srun"
     path.write_text(f'#!/bin/bash\necho "$@" >> {directory}/srun.log\n{srun}\n')
     path.chmod(0o755)
@@ -128,7 +128,7 @@ def assert_one_step_of_slurm(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_srun_starts_the_workers_of_a_slurm_job(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:
-    """The next test checks srun's command, and the first one runs such a command in place of ssh."""
+    """The next test covers srun's command without a run, and the first test of this file runs such a command in place of ssh."""
     run_dir = tmp_path / "run"
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1, run_dir=run_dir, num_gpus_per_node=2)
     slurm = slurm_job(tmp_path, 'exec sh -c "${@: -1}"')
@@ -139,8 +139,8 @@ def test_srun_starts_the_workers_of_a_slurm_job(job: Job, start: Start, free_por
     assert_one_step_of_slurm(tmp_path)
 
 
-def test_a_slurm_job_gives_the_hosts_and_one_whose_step_fails_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
-    """The shell that would start the worker gets a command that parses; tests/unit/cluster/test_launch.py has a silent host."""
+def test_a_failing_step_of_a_slurm_job_is_named(job: Job, free_port: int, tmp_path: Path) -> None:
+    """The stand-in only parses the command that would start the worker; tests/unit/cluster/test_launch.py covers a silent host."""
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, run_dir=tmp_path / "run", num_gpus_per_node=2)
     slurm = slurm_job(tmp_path, 'sh -n -c "${@: -1}" && echo step denied; exit 1')
     said = fail(1, "launch", "--head-port", free_port, "--timeout-s", 120, "--", *train[1:], **slurm)

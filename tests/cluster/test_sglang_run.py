@@ -1,4 +1,4 @@
-"""The quickstart's task on ranks, two SGLang engines and the router, all placed by Ray."""
+"""The quickstart's task on one or two ranks, two SGLang engines and the router, all placed by Ray."""
 
 import json
 from importlib.resources import files
@@ -55,7 +55,7 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
 def test_ranks_and_engines_agree(start: Start, tmp_path: Path, placement: tuple[str, ...], num_rollouts: int) -> None:
     """Colocated, they take turns, each rank hands its weights to the engine beside it, and the reward rises.
 
-    tests/sglang/test_job.py sees it rise with separate engines; test_launch.py and test_ends.py have two ranks.
+    tests/sglang/test_job.py checks that it rises with separate engines; test_launch.py and test_ends.py have two separate ranks.
     """
     run_dir = tmp_path / "run"
     process = start("train", *task(run_dir), "--num-rollout", num_rollouts, *placement, warm=True)

@@ -52,9 +52,8 @@ def command(job: Job, run_dir: Path, kind: str, **flags: object) -> list[str]:
 )
 def test_interrupted_episodes_are_trained_as_they_were_sampled(mode: dict[str, object], kind: str, job: Job, tmp_path: Path) -> None:
     """Killed once as well; what continues, or begins anew, has the turns of one episode, and the trainer sees what the engine saw."""
-    flags = command(
-        job, tmp_path, kind, **mode, no_skip_zero_advantages=True, num_rollout=6
-    )  # of those that follow the first three, episodes outlast updates
+    # From the fourth rollout on, some episodes outlast an update.
+    flags = command(job, tmp_path, kind, **mode, no_skip_zero_advantages=True, num_rollout=6)
     assert fuligo(*flags, KILL_AT="step:1", **LONG).returncode == -signal.SIGKILL
     succeed(*flags, **LONG)
     records = metrics(tmp_path)

@@ -135,7 +135,7 @@ def test_debug_train_only_trains_as_a_whole_run_does(full: Path, train_on_saved)
 
 
 def test_samples_without_advantage_change_no_step(train_on_saved, tmp_path: Path) -> None:
-    """The weights are those of a run that trains them, over three rollouts of two optimizer steps each."""
+    """Over three rollouts of two optimizer steps each, the weights equal those of a run that trains on all samples."""
     flags = {**TWO_STEPS, "custom_reward_post_process_path": "tests.e2e.rewards.without_first_group"}
     runs = tmp_path / "run", tmp_path / "whole"
     train_on_saved(**flags, run_dir=runs[0])
@@ -149,12 +149,12 @@ def test_samples_without_advantage_change_no_step(train_on_saved, tmp_path: Path
         torch.testing.assert_close(skipped[name], tensor, rtol=0, atol=1e-4)  # a tenth of the learning rate
 
 
-def test_a_rollout_without_advantages_is_not_trained(job: Job, checkpoint: Path, tmp_path: Path) -> None:
-    """No pass runs, and the weights stay as they are, also those of a run that continues from the checkpoint."""
+def test_a_rollout_without_advantages_skips_training(job: Job, checkpoint: Path, tmp_path: Path) -> None:
+    """No pass runs and the weights stay as they are, also in a run that resumes from the checkpoint."""
     run_dir = tmp_path / "run"
     flags = {"custom_rm_path": "tests.e2e.rewards.always_wrong", "rm_type": None, "run_dir": run_dir}
     shown = succeed(*job(**flags, num_rollout=1))
-    assert "not trained (all advantages are 0)" in shown
+    assert "skipped training (all advantages are 0)" in shown
     succeed(*job(**flags, num_rollout=2, load=run_dir / "checkpoints"))
     for record in metrics(run_dir):
         own = {key: value for key, value in record.items() if key.startswith("train/")}

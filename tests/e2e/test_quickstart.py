@@ -32,7 +32,7 @@ def test_a_tiny_model_learns_to_add(seed: int, steps: list[object], tmp_path: Pa
     assert "fuligo report</title>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
-def test_it_may_start_with_30_steps_unless_told_otherwise(tmp_path: Path) -> None:
+def test_the_default_config_passes_all_checks_and_has_30_steps(tmp_path: Path) -> None:
     config = parse(_flags(tmp_path / "run", seed=1)).config
     validate(config)
     assert preflight_problems(config) == []

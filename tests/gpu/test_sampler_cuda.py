@@ -26,7 +26,7 @@ def test_logprobs_are_those_of_the_softmax(num_rows: int, num_logits: int) -> No
 def test_padded_rows_give_what_a_copy_of_them_gives() -> None:
     torch.manual_seed(0)
     padded, temperatures = 4 * torch.randn(300, 49_280, device="cuda"), torch.full((300, 1), 0.9, device="cuda")
-    padded[:, 49_152:] = 1e4  # would be drawn
+    padded[:, 49_152:] = 1e4  # would be drawn if the padding were read
     drawn = []
     for logits in (padded[:, :49_152], padded[:, :49_152].contiguous()):
         torch.cuda.manual_seed(11)

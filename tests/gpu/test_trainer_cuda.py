@@ -72,7 +72,7 @@ def test_logprobs_and_gradients_equal_the_cpus(checkpoint, precision, logprob_bo
 
 @pytest.mark.parametrize("torch_compile", [False, True])
 def test_the_precision_noise_is_that_of_float32_on_the_cpu(checkpoint, tmp_path, torch_compile: bool) -> None:
-    """Weights that bfloat16 holds exactly, so that the CPU's trainer computes with the same ones."""
+    """The weights are exact in bfloat16, so that the trainer on the CPU computes with the same ones."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     model.float().save_pretrained(tmp_path)
     cpu, cuda = worker(tmp_path, "cpu"), worker(tmp_path, "cuda", "bf16", torch_compile=torch_compile)

@@ -338,7 +338,7 @@ def test_a_rollout_without_advantages_leaves_the_weights_as_they_are(pool: RankP
 def weights_after_skipped_steps(
     world: World, settings: MegatronTrainerSettings, samples: list[TrainSample], directory: Path, num_trained: int | None
 ) -> dict[str, Tensor]:
-    """Take `num_trained` optimizer steps, skip two and save, or restore (None); then take another step, and return the weights."""
+    """Take `num_trained` optimizer steps, skip two and save, or restore if it is None; then take one more step and return the weights."""
     from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
 
     worker = MegatronRankWorker(settings, world)
@@ -356,7 +356,7 @@ def weights_after_skipped_steps(
 def test_training_resumes_after_skipped_steps(
     pool: RankPool, checkpoint: Path, tmp_path: Path, num_trained: int, is_distributed: bool
 ) -> None:
-    """Skipped steps count for the learning rate, but not for Adam, which has no moments if all steps were skipped."""
+    """Skipped steps count for the learning rate but not for Adam, which has no moments if all steps were skipped."""
     place = OptimizerFlags(use_distributed_optimizer=is_distributed)
     settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, optimizer=ADAM, optimizer_place=place)
     given = settings, train_batches.samples(LENGTHS), tmp_path / "saved"

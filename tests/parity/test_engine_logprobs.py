@@ -52,7 +52,7 @@ each_cache = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-"""Interruptions of requests, and lengths beside windows, touch caches alone; families with the same cache repeat them."""
+"""Mark of tests that depend on the cache alone (interruptions, prompts around a window's length): other families of a cache are slow."""
 STORED_ALIKE = {
     "kimi_k2": "deepseek_v3",
     "minimax_m2": "glm4_moe",

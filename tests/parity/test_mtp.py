@@ -41,7 +41,7 @@ one_family = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-"""For what depends on flags alone; the families differ in the model below the layer, whose gradients are compared, and in stored names."""
+"""One family for tests that depend on flags alone; families differ in the gradients of the model below the layer and in stored names."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -32,9 +32,9 @@ def check_logprobs() -> None:
 
 
 def check_padded_rows() -> None:
-    """Rows that are parts of longer ones, as with a padded vocabulary in float32, give what a copy of them gives."""
+    """Compare rows that are parts of longer ones, as with a padded vocabulary in float32, with contiguous copies."""
     padded, temperatures = 5 * torch.randn(4, fuligo_draw.LOGITS + 100), torch.full((4, 1), 0.9)
-    padded[:, -60:] = 1e4  # would be drawn
+    padded[:, -60:] = 1e4  # would be drawn if the padding were read
     drawn = []
     for logits in (padded[:, :-60], padded[:, :-60].contiguous()):
         torch.manual_seed(11)

@@ -2,7 +2,7 @@
 
     python kernel_names.py AHEAD KERNELS
 
-For SGLang's interpreter. AHEAD is the directory of `fuligo_kernels`, KERNELS are kernels as JSON.
+Runs in SGLang's interpreter. AHEAD is the directory of `fuligo_kernels`, KERNELS the kernels as JSON.
 """
 
 # pyright: reportMissingImports=false

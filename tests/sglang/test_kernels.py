@@ -1,4 +1,4 @@
-"""SGLang compiles the kernels that `fuligo_kernels` names under the names that an engine looks for."""
+"""Kernels that `fuligo_kernels` compiles have the names that an engine looks for."""
 
 import json
 
@@ -23,7 +23,7 @@ QWEN3 = {
     "dtype": "float16",
 }
 FOUND_ON_A_GPU = ["activation_bf16_t_true", "clamp_position_int64_t", "fused_rope_true_64_true_bf16_t", "kvcache_384_true"]
-"""All kernels in the cache of an engine of SmolLM2-135M that had served a rollout on an H200, 2026-11-28."""
+"""All kernels in the cache after an engine of SmolLM2-135M had served a rollout on an H200, 2026-11-28."""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.sglang.engines import SPAWNING, STUBS, server_settings, sglang_python
 from tests.sglang.test_ahead import assert_started_ahead
 
 NO_KERNELS = {KERNELS_VARIABLE: "{}"}
-"""A request as on a GPU, which is read and removed while the engine starts, but asks for nothing that could be compiled."""
+"""Request for kernels as on a GPU, which is read and removed while the engine starts, but asks for no kernel."""
 
 
 async def test_an_engine_loads_weights_once_it_has_its_turn_and_is_named_when_it_dies(

@@ -127,11 +127,11 @@ async def test_an_engine_that_cannot_load_a_stream_says_why(
 async def test_an_engine_told_to_join_a_closed_group_refuses_and_joins_the_next_one(
     sender: WeightSender, engines: EngineGroup, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Without the plugin's check, SGLang's scheduler would try the closed store for 30 minutes."""
+    """Without the plugin's check, SGLang's scheduler would retry the closed store for 30 minutes."""
     store = listening_store("127.0.0.1")
     port = store.port
     del store
-    with pytest.raises(EngineError, match="its sender has given it up"):
+    with pytest.raises(EngineError, match="its sender has closed it"):
         await engines.clients[0].init_weights_update_group(
             host="127.0.0.1", port=port, rank_offset=1, world_size=3, group_name="given-up", backend="gloo"
         )

@@ -65,8 +65,8 @@ class AlgorithmFlags(FlagGroup):
     )
     skip_zero_advantages: bool | None = flag(
         None,
-        "leave samples whose advantages are all 0 out of training, and skip optimizer steps that have no others (default: if such samples "
-        "have no gradient, and neither --exact-on-policy nor --custom-tis-function-path reads them)",
+        "leave samples whose advantages are all 0 out of training, and skip optimizer steps that have no others (default: true if such "
+        "samples have no gradient and neither --exact-on-policy nor --custom-tis-function-path reads them)",
     )
     custom_advantage_function_path: str | None = slime(
         None, "hook: (args, samples) -> advantages [R] of each sample, replaces the estimator"

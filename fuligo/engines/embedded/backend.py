@@ -76,7 +76,7 @@ class EmbeddedBackend:
         return resolve_precision(config.engine.embedded_dtype, device)
 
     def claimed_ports(self, config: Config) -> list[int]:
-        """Return no sizes, because the engine listens on any free port."""
+        """Return no sizes: the engine listens on any free port."""
         return []
 
 

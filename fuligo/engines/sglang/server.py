@@ -26,7 +26,7 @@ PORTS_PER_ENGINE = 64
 """Consecutive ports for torch.distributed and, under DP attention, for messages between SGLang's processes, counted up from
 `dist_init_addr`."""
 PORT_SIZES = (1, PORTS_PER_ENGINE, 1)
-"""Sizes of the runs of consecutive ports of one engine, in the order of the fields of `ServerPorts`."""
+"""Sizes of the ranges of consecutive ports of one engine, in the order of the fields of `ServerPorts`."""
 LAUNCH = f"""
 import gc, os, runpy, sys
 keys = dict(api_key=os.environ.pop("{REQUESTS_VARIABLE}"), admin_api_key=os.environ.pop("{CONTROL_VARIABLE}"))
@@ -52,12 +52,12 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """Program that starts `sglang.launch_server` with keys from the environment. If they were arguments (`--api-key`), other users could read
 them, SGLang 0.5.15 would write them to its log, and `/server_info` would return the control key to every holder of the request key. The
 program also restricts loading adapters to the control key, which SGLang permits with either key. First it starts the processes of
-`KERNELS_VARIABLE` and `AHEAD_VARIABLE`, without the keys, in this order: the latter must see no variable that is removed later. It collects
-no garbage during most imports, of which that would take a fifth of the time."""
+`KERNELS_VARIABLE` and `AHEAD_VARIABLE`, without the keys, in this order: those of the latter must see no variable that is removed later.
+Garbage collection is off during most imports, because it would take a fifth of their time."""
 AHEAD_VARIABLE = "FULIGO_AHEAD"
 """Environment variable with the modules of SGLang's processes that start together with its main process (`ahead/fuligo_ahead.py`)."""
 KERNELS_VARIABLE = "FULIGO_KERNELS"
-"""Environment variable with what determines the kernels that are compiled meanwhile (`ahead/fuligo_kernels.py`); on GPUs."""
+"""Environment variable with the values that determine the kernels to compile during the imports (`ahead/fuligo_kernels.py`), on GPUs."""
 OWN_ENVIRONMENT = {
     # With SGLang's default of 5 s, requests after a training step would hit closing connections, which the router counts as failures.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
@@ -172,7 +172,7 @@ class ServerSettings:
         )
 
     async def answers(self, timeout_s: float) -> bool:
-        """Return whether the engine's `/health` succeeds in time."""
+        """Return whether the engine's `/health` succeeds within `timeout_s` seconds."""
         client = EngineClient(self.url, retries=0)
         try:
             return await client.is_healthy(timeout_s)
@@ -256,7 +256,7 @@ class ServerSettings:
         return f"import sys\nsys.path[:0] = {[str(directory) for directory in self._plugins]}\n{LAUNCH}"
 
     def _kernels(self) -> dict[str, Any]:
-        """Return what `fuligo_kernels.kernels` needs to know."""
+        """Return the arguments of `fuligo_kernels.kernels`, with the model's path in place of its config."""
         of_attention = self.arguments.get("dp_size") or 1 if self.arguments.get("enable_dp_attention") else 1
         dtypes = {name: self.arguments.get(name) or "auto" for name in ("dtype", "kv_cache_dtype")}
         return {"model_path": self.model_path, "tp_size": self.tp_size // of_attention, **dtypes}
@@ -271,7 +271,7 @@ class ServerSettings:
 
 
 class SGLangServer(ServerProcess):
-    """Engine, or its part, on this machine. Implements `engines.backend.Server`."""
+    """Engine, or part of one, on this machine. Implements `engines.backend.Server`."""
 
     is_lost = False
 

@@ -138,8 +138,8 @@ def _base(values: Values, row: int, bad: Sequence[bool]) -> float | None:
 def _rises(
     factor: float, least: float, at_once: Callable[[MetricColumns], list[float]] | None = None
 ) -> Callable[[Values, MetricColumns], list[bool]]:
-    """Return a rule for values above `least` and `factor` times the median of good steps before, and for all values above the limits, by
-    row, that `at_once` returns.
+    """Return a rule that finds values bad if they exceed `least` and `factor` times the median of the good steps before them, or the limit
+    of their row, which `at_once` returns.
     """
 
     def bad(values: Values, metrics: MetricColumns) -> list[bool]:
@@ -185,12 +185,12 @@ def _learned(metrics: MetricColumns) -> list[bool]:
 
 
 def _nothing_trained(metrics: MetricColumns) -> list[bool]:
-    """Return whether no sample of the rollout had an advantage, so that no other metric of training exists, by row."""
+    """Return whether no sample of the rollout had an advantage, so that there is neither a loss nor a gradient norm, by row."""
     return [share == 1 for share in metrics.column("train/skipped_share")]
 
 
 def _learned_or_without_reward(metrics: MetricColumns) -> list[bool]:
-    """Return whether another alarm, or success, explains that nothing is trained, by row."""
+    """Return whether success, or the alarm about a reward of 0, explains that all samples are skipped, by row."""
     rewards = metrics.column("rollout/reward_mean")
     return [is_learned or reward == 0 for is_learned, reward in zip(_learned(metrics), rewards, strict=True)]
 
@@ -258,12 +258,12 @@ _TRUNCATED = (
     "--rollout-max-response-len."
 )
 _EQUAL = (
-    "In up to {worst:.0%} of the groups all rewards are equal; estimators that compare the samples of a group learn nothing from these. "
-    "Try harder or easier prompts, more samples per prompt, or dynamic sampling, which replaces such groups."
+    "In up to {worst:.0%} of the groups all rewards are equal; estimators that compare the samples of a group learn nothing from these "
+    "groups. Try harder or easier prompts, more samples per prompt, or dynamic sampling, which replaces such groups."
 )
 _NOT_TRAINED = (
-    "All advantages of a rollout are 0, usually because all rewards of each group are equal: its optimizer steps are skipped, and the "
-    "weights stay as they are. Read some samples, then try harder or easier prompts, more samples per prompt, or dynamic sampling."
+    "All advantages of these rollouts are 0, usually because all rewards of each group are equal. Their optimizer steps are skipped, so "
+    "the weights do not change. Read some samples, then try harder or easier prompts, more samples per prompt, or dynamic sampling."
 )
 _WAITING = (
     "Up to {worst:.0f} requests wait on average, more than run: the KV caches are too small (engine/kv_usage_max near 1), or the engines "
@@ -274,7 +274,7 @@ _WAITING = (
 _FAILED = "{total:.0f} in total. Each failed sample shows its reason (Samples, filter by failed)."
 
 WATCHES = (
-    # A larger difference means wrong weights, sampling parameters or routing, or FP8.
+    # A difference above the limits means wrong weights, sampling parameters or routing, or FP8.
     _Watch(
         agreement.DIFFERENCE,
         "error",
@@ -309,7 +309,7 @@ WATCHES = (
     _Watch(
         "train/skipped_share",
         "warning",
-        "Rollouts are not trained",
+        "Nothing to train on",
         lambda values, _: [value == 1 for value in values],
         _NOT_TRAINED,
         LASTING_STEPS,

@@ -171,7 +171,7 @@ class TrainerSettings:
 
     @property
     def measures_precision_noise(self) -> bool:
-        """True if the backend can measure its precision noise, and engine and trainer may differ by it."""
+        """True if the backend can measure its precision noise and this noise makes engine and trainer differ."""
         return False
 
     @property

@@ -52,7 +52,7 @@ class RankedTrainer:
         self._balance_by: Cost | None = None
         """`RankWorker.balance_by` of rank 0; None before `load`."""
         self._is_first_rollout = True
-        """True until a rollout is trained, or a run resumed, which measures no noise so that its metrics equal an uninterrupted one's."""
+        """True until the first rollout or `restore`: resumed runs measure no noise, so their metrics equal an uninterrupted run's."""
         self._commands = asyncio.Lock()
         self._failed = False
         self._phase = "during start"
@@ -143,7 +143,7 @@ class RankedTrainer:
             answering |= {rank.rank for rank, answered in zip(ranks, answers, strict=True) if answered}
 
     async def _precision_noise(self, batch: TrainBatch) -> dict[str, float]:
-        """Measure the policy's precision noise on a few samples of the run's first rollout; return its metric, or none."""
+        """Measure the policy's precision noise on a few samples of the run's first rollout; return its metric, or no metric otherwise."""
         is_first, self._is_first_rollout = self._is_first_rollout, False
         if not is_first or not self._settings.measures_precision_noise:
             return {}
@@ -152,7 +152,7 @@ class RankedTrainer:
         if samples := noise_samples(batch.samples, max_tokens):
             noise = await self._run(call(RankWorker.precision_noise, samples))
         if isinstance(noise, Unmeasured):
-            logger.warning(f"did not measure the precision noise of the model, so the health page uses fixed limits: {noise.reason}")
+            logger.warning(f"cannot measure the model's precision noise: {noise.reason}; the health page uses a fixed limit instead")
         return {"train/precision_noise": noise} if isinstance(noise, float) else {}
 
     async def _planned(self, shares: Callable[[T, TrainerSettings, Cost | None], Sequence[S]], of: T) -> Sequence[S]:

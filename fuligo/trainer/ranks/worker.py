@@ -109,10 +109,10 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         """
 
     def precision_noise(self, samples: list[TrainSample]) -> float | Unmeasured | None:
-        """Measure how far rounding moves the policy's log-probabilities; None on ranks other than 0. A collective.
+        """Measure how far rounding moves the policy's log-probabilities; return None on ranks other than 0. A collective.
 
-        The result is the mean absolute difference in nats between half precision and float32 over the trained tokens of the samples, which
-        all ranks compute. Weights, optimizer and random state stay as they are. By default nothing is measured
+        The result is the mean absolute difference in nats between half precision and float32 over the trained tokens of the samples. Every
+        rank computes all samples. Weights, optimizer and random state stay as they are. By default nothing is measured
         (`TrainerSettings.measures_precision_noise`).
         """
         del samples
@@ -168,7 +168,7 @@ class RankWorker(ABC, Generic[SettingsT, CriticT, ModelT]):
         num_tokens = sum(gradients.num_tokens for gradients in policies)
         means = {f"train/{name}": value for name, value in mean_of_steps(metrics).items()}
         means["train/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
-        if self.settings.shares_prefixes and num_tokens:  # none if all steps were skipped
+        if self.settings.shares_prefixes and num_tokens:  # there are no tokens if all steps were skipped
             means["train/shared_prefix_share"] = sum(gradients.num_shared_tokens for gradients in policies) / num_tokens
         scores = {i: score for gradients in policies for i, score in gradients.scores.items()}
         return StepResult(means, scores, num_tokens, rank_spans=[spans for _, spans in gathered])

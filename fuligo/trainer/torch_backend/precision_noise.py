@@ -1,7 +1,7 @@
 """Measurement of the policy's precision noise: its log-probabilities in bfloat16 against those of the same weights in float32.
 
-"The same weights" are the ones rounded to bfloat16, as the trainer's passes and the engines compute with them. Both passes gather and
-cast one layer at a time, in place of FSDP's hooks: these always cast to bfloat16, and would leave other ranks waiting if one failed.
+"The same weights" are those rounded to bfloat16, with which the trainer's passes and the engines compute. Both passes gather and cast one
+layer at a time themselves, because FSDP's hooks always cast to bfloat16 and would leave the other ranks waiting if one failed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,9 +26,9 @@ from fuligo.types import TrainSample
 def precision_noise(policy: Policy, samples: Sequence[TrainSample], world: World, *, per_token: bool) -> float | Unmeasured | None:
     """Return the mean absolute difference in nats over the trained tokens of the samples; None on ranks other than 0. A collective.
 
-    Tokens are weighted as in the loss (`LossSettings.per_token`), like the difference between engine and trainer. All ranks compute the
-    same samples. Weights, hooks and random state are unchanged afterwards, and no device memory stays allocated. A pass that fails on a
-    rank, such as for lack of memory, ends on all ranks: the result is then `Unmeasured`.
+    Tokens are weighted as in the loss (`per_token`: `LossSettings.per_token`), like the difference between engine and trainer. All ranks
+    compute the same samples. Weights, hooks and random state are unchanged afterwards, and no device memory stays allocated. If a pass
+    fails on one rank, for example for lack of memory, it ends on all ranks, and the result is `Unmeasured`.
     """
     weights = np.concatenate([(sample.loss_mask != 0) / (1.0 if per_token else sample.mask_sum) for sample in samples])
     outcomes = world.gather(_measure(policy, samples, weights, world))
@@ -130,9 +130,10 @@ def _full(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _reserve(parameters: Iterable[Tensor], dtype: torch.dtype, world: World) -> None:
-    """Let the allocator find memory for full parameters of `dtype`, and for gathering the largest, before the ranks gather them.
+    """Make sure, before the ranks gather them, that there is memory for full parameters of `dtype` and for gathering the largest one.
 
-    In a gather, a rank without memory would leave the others waiting. Raises OutOfMemoryError, or _OtherRankFailedError.
+    A rank that ran out of memory in a gather would leave the others waiting. Raises OutOfMemoryError if this rank lacks memory, or
+    _OtherRankFailedError.
     """
     sizes = [parameter.numel() for parameter in parameters] or [0]
     torch.empty(sum(sizes) * dtype.itemsize + 2 * max(sizes) * torch.bfloat16.itemsize, dtype=torch.uint8, device=world.device)

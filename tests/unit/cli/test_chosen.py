@@ -46,13 +46,13 @@ def errors(found: Checked) -> list[str]:
 
 
 def warned(found: Checked) -> bool:
-    """Return whether a warning says that trainer and engines idle in turns."""
+    """Return whether a warning says that trainer and engines take turns idling."""
     return any(finding.id == "PLAN-SPLIT-GPUS" for finding in found.findings)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 8])
 def test_gpus_without_flags_sample_with_sglang_where_it_is_installed(model: Path, machine, num_gpus: int) -> None:
-    """Up to two GPUs are used, and none idles."""
+    """The run uses up to two GPUs, and none idles."""
     machine(num_gpus)
     found = plan(model)
     assert found.config.resolved_rollout_backend == "sglang" and found.config.cluster.colocate
@@ -167,7 +167,7 @@ def test_one_gpu_is_shared_also_where_a_flag_asks_for_sglang(model: Path, machin
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_with_a_fix(machine, given: str, error: str, said: str) -> None:
-    """The fix names flags of `fuligo train` only, for which there is no other --gpu than this machine's."""
+    """The fix names only flags of `fuligo train`, which has no --gpu: its GPUs are this machine's."""
     machine(2, "NVIDIA GeForce RTX 4090, 24564")
     path = EXAMPLES / "qwen3-4b" / "model"
     found = checked(parse(["--hf-checkpoint", str(path), *JOB.split(), *given.split()]).config)

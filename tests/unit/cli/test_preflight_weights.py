@@ -1,4 +1,4 @@
-"""Tests of the checks of weights other than the model's own before a start: distributed checkpoints, teachers, value models."""
+"""Tests of the checks before a start of weights other than the model's own: distributed checkpoints, teachers, value models."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def dist(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("option", ["--ref-load", "--load"])
-def test_distributed_checkpoints_are_the_megatron_trainers(model: Path, dist: Path, option: str):
+def test_only_the_megatron_trainer_reads_distributed_checkpoints(model: Path, dist: Path, option: str):
     assert problems(model, option, dist, "--train-backend", "megatron") == []
     assert problems(model, option, dist / "release", "--train-backend", "megatron") == []
     (problem,) = problems(model, option, dist)
@@ -32,7 +32,7 @@ def test_distributed_checkpoints_are_the_megatron_trainers(model: Path, dist: Pa
 
 
 @pytest.mark.parametrize("option", ["--ref-load", "--load"])
-def test_they_are_of_the_same_model(model: Path, dist: Path, tmp_path: Path, option: str):
+def test_a_distributed_checkpoint_of_another_model_is_refused(model: Path, dist: Path, tmp_path: Path, option: str):
     other = Path(shutil.copytree(dist, tmp_path / "other"))
     config = other / "release" / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 32}))
@@ -50,7 +50,7 @@ def test_damage_is_seen_before_anything_starts(model: Path, dist: Path, tmp_path
 
 
 @pytest.mark.parametrize("option", ["--ref-load", "--load"])
-def test_one_that_does_not_say_of_which_model_it_is(model: Path, dist: Path, tmp_path: Path, option: str):
+def test_a_distributed_checkpoint_without_its_models_config_is_refused(model: Path, dist: Path, tmp_path: Path, option: str):
     other = Path(shutil.copytree(dist, tmp_path / "other"))
     (other / "release" / "manifest.json").unlink()
     shutil.rmtree(other / "release" / "model")

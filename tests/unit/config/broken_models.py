@@ -1,4 +1,4 @@
-"""Configs that break one rule each on what model is trained, and how it is computed."""
+"""Configs that each break one rule about the trained model or its computation."""
 
 from tests.unit.config.conftest import PPO, SGLANG, Values
 

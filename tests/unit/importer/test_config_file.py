@@ -68,7 +68,7 @@ def test_the_last_of_two_values_counts_and_is_warned_of(imported: Import):
     assert any("given twice" in warning for warning in result.warnings)
 
 
-def test_samples_that_slime_would_train_are_named(imported: Import):
+def test_samples_that_only_slime_would_train_on_are_named(imported: Import):
     def named(arguments: str) -> bool:
         return any(
             "set skip_zero_advantages: false" in warning for warning in imported_config(imported(f"python3 train.py {arguments}")).warnings

@@ -238,13 +238,13 @@ def test_the_checkpoint_that_a_run_resumes_from_is_shown_on_one_line(mode: str, 
     ("share", "num_steps", "text"),
     [
         (0.25, 0, "skipped 25% of samples (advantage 0)"),
-        (0.75, 1, "skipped 75% of samples and 1 step (advantage 0)"),
-        (1.0, 2, "not trained (all advantages are 0)"),
+        (0.75, 1, "skipped 75% of samples and 1 optimizer step (advantage 0)"),
+        (1.0, 2, "skipped training (all advantages are 0)"),
     ],
 )
-def test_samples_that_are_not_trained_are_shown_with_the_reason(share: float, num_steps: int, text: str) -> None:
+def test_skipped_samples_are_shown_with_the_reason(share: float, num_steps: int, text: str) -> None:
     skipped = {"train/skipped_share": share, "train/num_skipped_steps": num_steps}
-    console = Console(file=io.StringIO(), width=60)
+    console = Console(file=io.StringIO(), width=80)
     panel = live("runs/demo", 40)
     for progress in (PlainProgress(console, 40), panel):
         progress.record({"step": 0, **skipped})
@@ -252,7 +252,7 @@ def test_samples_that_are_not_trained_are_shown_with_the_reason(share: float, nu
     assert f"train   {text}" in drawn(panel)
 
 
-def test_a_step_that_trains_all_samples_does_not_mention_skipping() -> None:
+def test_a_step_that_trains_on_all_samples_does_not_mention_skipping() -> None:
     trained = record(0) | {"train/skipped_share": 0.0, "train/num_skipped_steps": 0}
     console = Console(file=io.StringIO(), width=60)
     panel = live("runs/demo", 40)

@@ -50,7 +50,7 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within sequences, aligned at their ends, and the log-sum-exp [T, H] of its scores.
 
-    The compiler does not see into it, nor into the GPU's operators.
+    The compiler cannot trace into this operator, as it cannot into the GPU's.
     """
     scores = _scores(query, key, _mask(query, key, starts, key_starts, window), scale)
     out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _for_each_head(value, query))
@@ -77,7 +77,7 @@ def dense_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients by their formulas."""
+    """Compute the gradients of query, key and value by their formulas."""
     weights = (_scores(query, key, _mask(query, key, starts, key_starts, window), scale) - log_sum_exp.transpose(0, 1)[..., None]).exp()
     keys, values = (_for_each_head(x, query) for x in (key, value))
     of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).transpose(0, 1)[..., None]
@@ -106,12 +106,12 @@ dense.register_autograd(_gradients, setup_context=_save)
 
 
 def dense_attention(*given: Tensor | int, scale: float, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
-    """Stand in for the varlen kernel, whose tensors and lengths are given."""
+    """Stand in for the varlen kernel. `given`: its tensors and lengths."""
     return dense(*given, scale, window_size[0] + 1 or None)[0]
 
 
 class DenseKernel(VarlenKernel):
-    """Dense attention in place of the operators that are called directly."""
+    """Kernel that calls dense attention instead of the GPU's operators."""
 
     @property
     def _options(self) -> tuple[object, ...]:

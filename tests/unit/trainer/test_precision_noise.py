@@ -1,4 +1,4 @@
-"""Precision noise: equal to that of transformers in bfloat16 and float32, on any number of ranks, without a trace in the run."""
+"""Precision noise: equal to that of transformers in bfloat16 and float32, on any number of ranks; measuring it does not change the run."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ def noise_in_transformers(checkpoint: Path) -> float:
 
 @torch.no_grad()
 def logprobs_of(model: Any, sample: TrainSample) -> torch.Tensor:
-    """Return the [R] log-probabilities, of logits that are not rounded."""
+    """Return the [R] log-probabilities, computed from logits that are not rounded."""
     ids = torch.from_numpy(sample.tokens).long()
     hidden = model.model(input_ids=ids[None]).last_hidden_state[0, sample.prompt_length - 1 : -1]
     return (hidden.float() @ model.lm_head.weight.float().T).log_softmax(-1).gather(1, ids[sample.prompt_length :, None])[:, 0]
@@ -82,7 +82,7 @@ async def test_a_resumed_run_equals_one_that_was_not_interrupted(settings, tmp_p
 
 @dataclass(slots=True, frozen=True)
 class WorldWithAFailure(World):
-    """World in which another rank fails before unit `at` is gathered."""
+    """World in which another rank fails in call `at` of `sum`, before a unit is gathered."""
 
     calls: Any = None
     at: int = 2
@@ -95,7 +95,7 @@ class WorldWithAFailure(World):
         return [value, Unmeasured("OutOfMemoryError: 1 GiB")]
 
 
-async def test_without_a_measurement_the_run_goes_on_as_with_one(settings, caplog, monkeypatch) -> None:
+async def test_a_failed_measurement_does_not_change_the_run(settings, caplog, monkeypatch) -> None:
     trainer = await loaded(settings)
     worker: Any = trainer.worker
     hooks = [dict(module._forward_pre_hooks) for module in worker.policy.modules()]
@@ -103,7 +103,7 @@ async def test_without_a_measurement_the_run_goes_on_as_with_one(settings, caplo
     noise = worker.precision_noise(SAMPLES)
     elsewhere = WorldWithAFailure(calls=[])
     assert precision_noise.precision_noise(worker.policy, SAMPLES, elsewhere, per_token=False) == Unmeasured("OutOfMemoryError: 1 GiB")
-    assert len(elsewhere.calls) == 2, "this rank ends as soon as it hears of the failure"
+    assert len(elsewhere.calls) == 2, "this rank ends as soon as it learns of the failure"
 
     def no_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
@@ -112,8 +112,8 @@ async def test_without_a_measurement_the_run_goes_on_as_with_one(settings, caplo
         patched.setattr(precision_noise, "_full", no_memory)
         metrics = (await trainer.train(BATCH)).metrics
     assert METRIC not in metrics and metrics["train/grad_norm"] > 0
-    told = "did not measure the precision noise of the model, so the health page uses fixed limits: OutOfMemoryError: CUDA out of memory. "
-    assert f"{told}Tried to allocate 9 GiB" in caplog.text and "more" not in caplog.text
+    told = "cannot measure the model's precision noise: OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB; the health page"
+    assert told in caplog.text and "more" not in caplog.text
     assert [dict(module._forward_pre_hooks) for module in worker.policy.modules()] == hooks
     assert all(parameter is parameters[name] for name, parameter in worker.policy.named_parameters())
     assert torch.equal(torch.get_rng_state(), random)
@@ -127,7 +127,7 @@ def test_nothing_is_measured_where_engine_and_trainer_cannot_differ_by_it(settin
     assert not replace(settings, **changes).measures_precision_noise
 
 
-def test_samples_are_taken_of_all_prompts_and_cut_to_the_row() -> None:
+def test_samples_are_taken_from_all_prompts_and_cut_to_fit() -> None:
     a, b, c, d = train_batches.samples([(4, 9), (4, 9), (30, 9), (4, 9)])  # two samples of each of two prompts
     masked = replace(b, loss_mask=np.zeros_like(b.loss_mask))
     assert [sample.index for sample in noise_samples([a, b, c, d], 100)] == [0, 2, 1, 3]

@@ -70,7 +70,7 @@ def test_training_resumes_bit_for_bit(settings, saved):
 
 @pytest.mark.parametrize("num_trained", [0, 1])
 def test_training_resumes_bit_for_bit_after_skipped_steps(settings, tmp_path, num_trained):
-    """Skipped steps count for the learning rate, but not for AdamW, which has no moments if all steps were skipped."""
+    """Skipped steps count for the learning rate but not for AdamW, which has no moments if all steps were skipped."""
     worker = worker_of(settings)
     for seed in range(num_trained):
         train(worker, seed)

@@ -159,7 +159,7 @@ async def test_a_new_sender_joins_an_engine_that_a_lost_one_left_in_its_group(
 
 @pytest.mark.timeout(120)
 async def test_an_engine_told_to_join_a_closed_group_refuses_and_joins_the_next_one(receiver: DyingServer) -> None:
-    """Another engine died and ended the attempt before this one was asked; torch would wait for the closed store."""
+    """Another engine died and ended the attempt before this one was asked to join; torch would keep retrying the closed store."""
     store = listening_store("127.0.0.1")
     port = store.port
     del store

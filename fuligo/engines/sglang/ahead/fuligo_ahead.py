@@ -205,7 +205,7 @@ def wait(sock: int, parent_pid: int, module: str) -> None:
 def _reason_to_start_anew(before: Mapping[str, str], now: Mapping[str, str], read: set[str]) -> str | None:
     """Return why the imports may have had another result with the environment `now`; None if they had the same."""
     changed = {name for name in before.keys() | now.keys() if now.get(name) not in (before.get(name), os.environ.get(name))}
-    if not before.get("LD_PRELOAD") and not now.get("LD_PRELOAD"):  # torch_memory_saver, which SGLang uses, may leave it empty
+    if not before.get("LD_PRELOAD") and not now.get("LD_PRELOAD"):  # torch_memory_saver, which SGLang uses, may leave it empty or unset
         changed.discard("LD_PRELOAD")
     differ = sorted(name for name in changed if name in read or name.startswith(READ_OUTSIDE_PYTHON))
     return f"its imports have read other values of {', '.join(differ)}" if differ else None

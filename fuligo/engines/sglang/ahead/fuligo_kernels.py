@@ -1,10 +1,10 @@
-"""CUDA kernels of SGLang 0.5.15, compiled all at once while its processes import it.
+"""Parallel compilation of SGLang 0.5.15's CUDA kernels while its processes import it.
 
-SGLang compiles a kernel with nvcc when a forward pass first calls it: about 7 s each, one after the other, with four for a Llama. A process
-started here compiles those that the model's forward passes will call in parallel, into SGLang's cache. The engine finds them there, and
-waits for one that is not finished (tvm-ffi locks its directory). It compiles the kernels that this file does not name itself.
+SGLang compiles a kernel with nvcc when a forward pass first calls it: one after the other, about 7 s each; a Llama needs four. The process
+that `start` starts compiles the kernels of the model's forward passes in parallel, into SGLang's cache. The engine finds them there, and
+waits for a kernel that is not finished (tvm-ffi locks its directory). It compiles all other kernels itself.
 
-Imports only the standard library when an engine starts.
+The module itself imports only the standard library.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "FULIGO_KERNELS"
-"""Environment variable with the arguments of `kernels` as JSON, with `model_path` instead of `config`; unset: compile nothing."""
+"""Environment variable with the arguments of `kernels` as JSON, `model_path` instead of `config`; unset or empty: compile nothing."""
 PROGRAM = """
 import sys
 sys.path.insert(0, {directory!r})
@@ -38,7 +38,7 @@ NORM_OF_HEADS = {"qwen3", "qwen3_moe", "glm4_moe"}
 PR_SET_PDEATHSIG = 1
 
 Kernel = tuple[str, str, tuple[Any, ...]]
-"""Module below `sglang.jit_kernel`, its function that compiles the kernel, and the function's arguments; dtypes by name."""
+"""Module in `sglang.jit_kernel`, its function that compiles the kernel, and the function's arguments, dtypes by name."""
 
 
 def start() -> None:
@@ -46,18 +46,19 @@ def start() -> None:
     if not (request := os.environ.pop(VARIABLE, "")):
         return
     program = PROGRAM.format(directory=str(Path(__file__).parent), request=request, parent_pid=os.getpid())
-    # No context on the GPUs, which the trainer may be using.
+    # The process must not create a context on the GPUs, which the trainer may be using.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     try:
         subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL, env=environment)
-    except OSError as error:  # the engine compiles them, only later
-        print(f"fuligo: cannot compile kernels ahead: {error}", flush=True)
+    except OSError as error:
+        print(f"fuligo: cannot precompile kernels: {error}; the engine will compile them itself", flush=True)
 
 
 def kernels(config: Mapping[str, Any], tp_size: int, dtype: str, kv_cache_dtype: str) -> list[Kernel]:
-    """Return the kernels that an engine's forward passes call, from a model's config.json; for MLA, those that attention does not call.
+    """Return the kernels that a model's forward passes call, except those of multi-head latent attention.
 
-    `tp_size`: ranks among which attention is divided; `dtype` and `kv_cache_dtype`: as SGLang's arguments.
+    `config`: the model's config.json; `tp_size`: number of ranks that split the attention heads; `dtype` and `kv_cache_dtype`: SGLang's
+    arguments.
     """
     config = config.get("text_config", config)
     found: list[Kernel] = [("clamp_position", "_jit_clamp_position_module", ("int64",))]
@@ -83,9 +84,9 @@ def kernels(config: Mapping[str, Any], tp_size: int, dtype: str, kv_cache_dtype:
 
 
 def compile_all(request: str, parent_pid: int) -> None:
-    """Compile the kernels that are not in the cache; end with the engine's main process. Messages say which cannot be compiled."""
+    """Compile the kernels that are not in the cache, and print which cannot be compiled; end with the engine's main process."""
     _end_with_parent()
-    if os.getppid() != parent_pid:  # it ended before the call
+    if os.getppid() != parent_pid:  # the parent ended before the call
         return
     os.nice(10)  # the imports of the engine come first
     try:
@@ -97,7 +98,7 @@ def compile_all(request: str, parent_pid: int) -> None:
         names = json.dumps([version("sglang"), version("apache-tvm-ffi"), capability, found])
         stamp = cache / f"fuligo_{hashlib.sha256(names.encode()).hexdigest()[:16]}"
         with stamp.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another engine of this machine compiles them
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another engine of this machine compiles them
             file.seek(0)
             if not file.read():
                 for problem in _compiled(found, capability):
@@ -105,16 +106,16 @@ def compile_all(request: str, parent_pid: int) -> None:
                 file.write("compiled\n")
     except BlockingIOError:
         pass
-    except Exception as error:  # the engine compiles them, only later
-        print(f"fuligo: cannot compile kernels ahead: {type(error).__name__}: {error}", flush=True)
+    except Exception as error:
+        print(f"fuligo: cannot precompile kernels: {type(error).__name__}: {error}; the engine will compile them itself", flush=True)
 
 
 def _compiled(found: list[Kernel], capability: tuple[int, int]) -> Iterator[str]:
-    """Compile kernels in parallel; yield why one cannot be compiled."""
+    """Compile kernels in parallel; yield a message for each that cannot be compiled."""
     import torch
     from sglang.jit_kernel import utils  # pyright: ignore[reportMissingImports]
 
-    # As `load_jit` sets it, which would remove it while another thread needs it.
+    # `load_jit` sets this variable and then restores its old value; without an old value, it would remove it while other threads need it.
     os.environ["TVM_FFI_CUDA_ARCH_LIST"] = "{}.{}".format(*capability)
 
     def compiled(kernel: Kernel) -> str | None:
@@ -123,7 +124,7 @@ def _compiled(found: list[Kernel], capability: tuple[int, int]) -> Iterator[str]
         try:
             getattr(importlib.import_module(f"sglang.jit_kernel.{module}"), function)(*values)
         except Exception as error:
-            return f"cannot compile the kernel {module} ahead: {type(error).__name__}: {str(error)[-500:]}"
+            return f"cannot precompile the kernel {module}: {type(error).__name__}: {str(error)[-500:]}; the engine will compile it itself"
         return None
 
     with utils.override_jit_cuda_arch(*capability), ThreadPoolExecutor(len(found)) as threads:
@@ -131,12 +132,12 @@ def _compiled(found: list[Kernel], capability: tuple[int, int]) -> Iterator[str]
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends."""
+    """Have Linux kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _compute_capability() -> tuple[int, int]:
-    """Return the compute capability of the machine's first GPU, without a context on it. Raises OSError without NVIDIA's driver."""
+    """Return the compute capability of the machine's first GPU, without a context on it. Raises OSError if NVML fails."""
     library = ctypes.CDLL("libnvidia-ml.so.1")
     device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
     for status in (
@@ -145,5 +146,5 @@ def _compute_capability() -> tuple[int, int]:
         library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)),
     ):
         if status:
-            raise OSError(f"NVML answers {status}")
+            raise OSError(f"cannot read the compute capability: NVML returned status {status}")
     return major.value, minor.value

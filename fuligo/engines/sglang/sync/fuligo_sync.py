@@ -28,7 +28,7 @@ LOAD_FORMAT = "fuligo_sync"
 BUCKET_WITHIN = timedelta(seconds=300)
 """Longest wait for the next bucket."""
 REACHED_WITHIN_S = 10.0
-"""Seconds to reach the sender's store, which listens before engines are told to join."""
+"""Longest wait for a connection to the sender's store, which listens before engines are told to join."""
 ROOM_BYTES = 64 * 2**20
 """Unit of the memory for a bucket, so that buckets of similar sizes reuse the allocator's blocks instead of waiting for CUDA's."""
 PAUSE_POLL_S, NUM_POLLS = 0.01, 25
@@ -78,9 +78,9 @@ def init_weights_update_group(
     group_name: str,
     backend: str = "nccl",
 ) -> tuple[bool, str]:
-    """Join the group, and announce this rank in the sender's store; fail at once if the sender has given up the group."""
+    """Join the group and announce this rank in the sender's store; fail at once if the sender has closed the group."""
     if reason := unreachable(master_address, master_port):
-        return False, f"cannot join {group_name}: its sender has given it up ({reason})"
+        return False, f"cannot join {group_name}: its sender has closed it ({reason}); the next weight sync opens a new group"
     joined = join(runner, master_address, master_port, rank_offset, world_size, group_name, backend)
     if joined[0]:
         try:
@@ -92,10 +92,10 @@ def init_weights_update_group(
 
 
 def unreachable(host: str, port: int) -> str:
-    """Return why the sender's store does not listen; empty if it does.
+    """Return why the sender's store cannot be reached; "" if it can.
 
-    The sender closes the store when another engine fails to join. torch would try a closed one again for 30 minutes, and meanwhile the
-    scheduler could neither answer nor join the next group.
+    The sender closes the store when another engine fails to join. torch would retry a closed store for 30 minutes, during which the
+    scheduler could neither answer requests nor join the next group.
     """
     try:
         socket.create_connection((host, port), REACHED_WITHIN_S).close()

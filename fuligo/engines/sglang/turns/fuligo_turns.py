@@ -30,7 +30,7 @@ def wait() -> None:
     file = Path(os.environ[VARIABLE])
     if not file.exists():
         print(WAITING, flush=True)
-        with suppress(Exception):  # SGLang reports it
+        with suppress(Exception):  # SGLang imports it again and reports the error
             importlib.import_module(MODELS)
     while not file.exists():
         if not parent.is_alive():  # SGLang has the kernel end schedulers with their parent, but only after it has loaded its plugins

@@ -155,7 +155,7 @@ def test_limits_that_cannot_be_raised_start_other_processes(package: Path) -> No
 
 @pytest.mark.parametrize("left", ["os.environ['LD_PRELOAD'] = ''", "os.environ.pop('LD_PRELOAD', None)"])
 def test_a_preloaded_memory_saver_starts_no_detokenizer_anew(package: Path, left: str) -> None:
-    """Versions of torch_memory_saver leave the variable empty, or without a value, when the schedulers have been started."""
+    """Some versions of torch_memory_saver leave LD_PRELOAD empty after the schedulers have been started, others unset."""
     save_memory_saver(package, package / "torch_memory_saver")
     managers = package / "sglang" / "srt" / "managers"
     (managers / "scheduler.py").rename(managers / "detokenizer_manager.py")

@@ -1,4 +1,4 @@
-"""Kernels that are compiled while SGLang is imported; tests/sglang/test_kernels.py compares their names with SGLang's."""
+"""Tests of the kernels that are compiled while SGLang is imported; tests/sglang/test_kernels.py compares their names with SGLang's."""
 
 import json
 import os
@@ -24,10 +24,10 @@ GLM4 = {
 CLAMP = ("clamp_position", "_jit_clamp_position_module", ("int64",))
 
 
-def test_half_of_glm4s_head_is_rotated_by_neighbors() -> None:
+def test_glm4_rotates_half_of_each_head_in_neighboring_pairs() -> None:
     kernels = fuligo_kernels.kernels(GLM4 | {"partial_rotary_factor": 0.5}, 4, "auto", "auto")
     assert ("rope", "_jit_fused_rope_module", (False, 64, "bfloat16")) in kernels
-    assert ("kvcache", "_jit_kvcache_module", (256,)) in kernels  # a key-value head for each rank
+    assert ("kvcache", "_jit_kvcache_module", (256,)) in kernels  # one key-value head per rank
 
 
 def test_an_fp8_cache_has_one_byte_per_element() -> None:
@@ -35,7 +35,7 @@ def test_an_fp8_cache_has_one_byte_per_element() -> None:
 
 
 def test_a_model_in_float32_has_only_the_kernel_without_a_dtype() -> None:
-    """SGLang chooses another dtype by rules of its own."""
+    """SGLang then chooses the dtype by rules of its own."""
     assert fuligo_kernels.kernels(GLM4 | {"dtype": "float32"}, 1, "auto", "auto") == [CLAMP]
 
 
@@ -45,7 +45,7 @@ def test_attention_kernels_of_mla_are_left_to_the_engine() -> None:
 
 
 class Compiler:
-    """Modules of `sglang.jit_kernel` whose kernels are compiled once all have been begun, except one that fails."""
+    """Modules of `sglang.jit_kernel` whose kernels are compiled only after all have been started; one fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
         self.begun = threading.Barrier(len(names), timeout=30)
@@ -68,7 +68,7 @@ class Compiler:
         self.compiled.append(name)
 
 
-def test_kernels_are_compiled_at_the_same_time_and_once(
+def test_kernels_are_compiled_in_parallel_and_only_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = ["activation", "clamp_position", "kvcache", "rope"]
@@ -84,7 +84,9 @@ def test_kernels_are_compiled_at_the_same_time_and_once(
     for _ in range(2):
         fuligo_kernels.compile_all(request, os.getppid())
     assert sorted(compiler.compiled) == ["activation", "clamp_position", "kvcache"]
-    assert capfd.readouterr().out == "fuligo: cannot compile the kernel rope ahead: RuntimeError: nvcc: not found\n"
+    assert capfd.readouterr().out == (
+        "fuligo: cannot precompile the kernel rope: RuntimeError: nvcc: not found; the engine will compile it itself\n"
+    )
     fuligo_kernels.compile_all(request.replace('"tp_size": 1', '"tp_size": 2'), os.getppid())  # other kernels
     assert len(compiler.compiled) == 6
 
@@ -100,4 +102,4 @@ def test_a_model_that_cannot_be_read_is_named_and_the_engine_starts(tmp_path: Pa
         check=True,
         timeout=60,
     )
-    assert done.stdout.startswith("fuligo: cannot compile kernels ahead: FileNotFoundError: ")
+    assert done.stdout.startswith("fuligo: cannot precompile kernels: FileNotFoundError: ")

@@ -1,4 +1,4 @@
-"""Pauses and joins of the plugin `fuligo_sync`. Streams: tests/unit/weights/test_stream.py, tests/sglang/test_weights.py."""
+"""Pauses and group joins of the plugin `fuligo_sync`. Streams: tests/unit/weights/test_stream.py, tests/sglang/test_weights.py."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ def test_an_engine_joins_a_group_only_while_its_sender_listens() -> None:
     assert store.check(["open/stream/rank/3"]), "announced"
     del store, fuligo_sync._stores["open"]
     has_joined, message = fuligo_sync.init_weights_update_group(join, runner, "127.0.0.1", port, 2, 4, "closed")
-    assert not has_joined and "its sender has given it up" in message
+    assert not has_joined and "its sender has closed it" in message
     assert joined == ["open"]
 
 

@@ -105,16 +105,16 @@ def test_the_difference_is_compared_with_the_measured_noise(
     metrics.update()
     found = alarms(metrics)
     assert [alarm.title for alarm in found] == ["Engine and trainer disagree since step 0"] * is_alarm
-    sentence = f"differ by {difference:.2g} nats; this model's own bf16 noise is {noise:.2g}. The alarm's limit is"
+    sentence = f"differ by {difference:.2g} nats; this model's own bf16 noise is {noise:.2g} nats. The alarm's limit is"
     assert sentence in str(comparison(metrics))
     if is_alarm:
         assert f"differ on average by up to {difference:.3g} nats. This model's own bf16 noise is {noise:.2g} nats; the" in found[0].text
 
 
-def test_limits_are_fixed_without_a_measured_noise(tmp_path: Path) -> None:
+def test_the_limit_is_fixed_without_a_measured_noise(tmp_path: Path) -> None:
     (alarm,) = of(tmp_path, "train/logprob_abs_diff", [0.09, 0.11])
     assert alarm.first_step == 1
-    assert "The model's own precision noise was not measured, so the limits are fixed: 0.1, or 0.03 and three" in alarm.text
+    assert "The model's own precision noise was not measured, so the limit is fixed: 0.1 nats, or three times the" in alarm.text
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_answers_that_shrink_while_the_reward_rises_raise_an_alarm(
 def test_rollouts_without_advantages_raise_an_alarm(tmp_path: Path, rewards: list[float], is_alarm: bool) -> None:
     found = rows(tmp_path, train__skipped_share=[0.5] * 5 + [1.0] * 3, rollout__reward_mean=rewards)
     titles = [alarm.title for alarm in found if alarm.key == "train/skipped_share"]
-    assert titles == (["Rollouts are not trained since step 5"] if is_alarm else [])
+    assert titles == (["Nothing to train on since step 5"] if is_alarm else [])
 
 
-def test_metrics_that_a_skipped_rollout_does_not_have_are_not_infinite(tmp_path: Path) -> None:
+def test_metrics_that_a_skipped_rollout_lacks_raise_no_alarm(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     trained, skipped = {"train/loss": 0.1, "train/grad_norm": 1.0, "train/skipped_share": 0.5}, {"train/skipped_share": 1.0}
     broken = {**trained, "train/loss": None}

@@ -72,7 +72,9 @@ def check_routing() -> None:
 
 
 def check_draws() -> None:
-    each = typed("*fp32", "logits temperatures sums logprobs") | typed("*i32", "chosen tokens") | typed("i32", "stride num_logits num_parts")
+    each = (
+        typed("*fp32", "logits temperatures sums logprobs") | typed("*i32", "chosen tokens") | typed("i32", "stride num_logits num_parts")
+    )
     compiled(fuligo_draw._draw_parts, each | {"seed": "*i64"}, {"LOGITS": fuligo_draw.LOGITS}, num_warps=8)
     compiled(fuligo_draw._combine, each, {"PARTS": 64})
 

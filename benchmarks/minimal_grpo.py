@@ -4,7 +4,8 @@
     python benchmarks/minimal_grpo.py --compare        # this loop and `fuligo quickstart` alternately, and the ratio of their times
 
 It uses the same checkpoint, task files, chat template, prompts per step, samples per prompt, optimizer, loss, number of steps and
-evaluations, but transformers' `generate`, padded batches, no server, no checkpoints, no records, no resume.
+evaluations, and leaves out samples without advantage, too, but transformers' `generate`, padded batches, no server, no checkpoints, no
+records, no resume.
 """
 
 import time
@@ -86,13 +87,17 @@ class Loop:
         rewards = self.score(ids, response, [row["label"] for row in rows for _ in range(group)])
         grouped = rewards.view(-1, group)
         advantages = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+        trained = advantages[:, 0] != 0
+        if not trained.any():
+            return rewards.mean().item()
+        ids, attention, response, advantages = (each[trained] for each in (ids, attention, response, advantages))
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         logits = self.model(input_ids=ids, attention_mask=attention, position_ids=positions).logits[:, :-1]
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         mask = response[:, 1:].float()
         ratio = (logprobs - logprobs.detach()).exp()
         token_loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-        loss = ((token_loss * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+        loss = ((token_loss * mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / len(rewards)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

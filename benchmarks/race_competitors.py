@@ -40,6 +40,7 @@ class Competitor:
 
 
 def fuligo(work: Work, directory: Path, python: str) -> list[str]:
+    """Return fuligo's command. Samples without advantage, which it leaves out by default, are trained, as the others train them."""
     flags: dict[str, object] = {
         "hf-checkpoint": work.model,
         "prompt-data": work.prompts,
@@ -58,7 +59,8 @@ def fuligo(work: Work, directory: Path, python: str) -> list[str]:
     if work.lora_rank:
         words += ["--lora-rank", str(work.lora_rank), "--lora-alpha", str(2 * work.lora_rank)]
     sizes = ["--actor-num-gpus-per-node", str(work.num_gpus), "--colocate"] if work.num_gpus > 1 else []
-    return [python, "-m", "fuligo", "train", *words, "--apply-chat-template", "--rollout-shuffle", "--device", work.device, *sizes]
+    switches = ["--apply-chat-template", "--rollout-shuffle", "--no-skip-zero-advantages"]
+    return [python, "-m", "fuligo", "train", *words, *switches, "--device", work.device, *sizes]
 
 
 def with_lora(command: Command) -> Command:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fuligo.config.command_line import parse
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
@@ -67,6 +69,13 @@ def test_skyrl_and_verl_pack_the_same_number_of_tokens(race: Any, tmp_path: Path
     skyrl, verl = (settings(race.COMPETITORS[name].command(work, tmp_path, "python")) for name in ("skyrl", "verl-sglang"))
     assert skyrl["trainer.max_tokens_per_microbatch"] == verl["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"]
     assert skyrl["trainer.policy.optimizer_config.lr"] == verl["actor_rollout_ref.actor.optim.lr"] == "2e-05"
+
+
+@pytest.mark.parametrize("name", ["fuligo", "fuligo-lora"])
+def test_fuligo_trains_every_sample_like_the_others(race: Any, tmp_path: Path, name: str):
+    python, _, _, command, *words = race.COMPETITORS[name].command(make_work(race, tmp_path, 1), tmp_path, "python")
+    assert (python, command) == ("python", "train")
+    assert not parse(words).config.resolved_skip_zero_advantages
 
 
 def test_flags_of_the_environment_come_last(race: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

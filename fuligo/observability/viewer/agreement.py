@@ -9,6 +9,9 @@ NOISE_FACTOR = 3.0
 noise; with samples up to two versions old, by 2.2 times; with FP8 on one side, by at least 3.2 times (docs/view.md)."""
 LEAST = 0.03
 """Difference in nats up to which engine and trainer always agree."""
+MOST = 1.0
+"""Difference in nats above which engine and trainer disagree whatever noise was measured, because the measurement may be wrong. Two bf16
+implementations of a model with random weights have differed by 0.6 nats, its noise; wrong kernels by 2.7 (docs/fp8.md)."""
 FIXED = 0.1
 """Limit in nats if the noise was not measured, and lowest limit for tokens of older versions, which also differ by the updates since."""
 
@@ -25,7 +28,8 @@ def limits(metrics: MetricColumns) -> list[float]:
     """Return the difference in nats, by row, above which engine and trainer disagree, whatever its usual value."""
     ages = metrics.column("rollout/staleness")
     return [
-        FIXED if own is None else max(NOISE_FACTOR * own, FIXED if age else LEAST) for own, age in zip(noise(metrics), ages, strict=True)
+        FIXED if own is None else min(max(NOISE_FACTOR * own, FIXED if age else LEAST), MOST)
+        for own, age in zip(noise(metrics), ages, strict=True)
     ]
 
 

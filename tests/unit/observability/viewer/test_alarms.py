@@ -90,6 +90,8 @@ def rows(tmp_path: Path, **columns: list[float]) -> list[Alarm]:
         (0.005, 0.0, 0.04, True),
         (0.005, 1.0, 0.04, False),  # tokens of older versions differ by the updates since
         (0.005, 1.0, 0.11, True),
+        (0.57, 0.0, 0.61, False),  # random weights
+        (1.2, 0.0, 2.7, True),  # wrong weights, and a noise that cannot be right
     ],
 )
 def test_the_difference_is_compared_with_the_measured_noise(

@@ -7,12 +7,12 @@
     python benchmarks/race.py --small                                      # the same in a few minutes on a CPU
 
 Every competitor gets the same model, questions (those of examples/smollm2), prompts and answers per step, length limit, precision
-(bfloat16 with float32 master weights on a GPU, float32 on a CPU), loss and learning rate, one optimizer step per batch of which every
-sample is trained (fuligo: --no-skip-zero-advantages), and otherwise its defaults. Each runs from its command line in its own environment (`--python`), one after the other; `race_competitors.py` has the
-commands. FULIGO_RACE_FLAGS, VERL_RACE_FLAGS and SKYRL_RACE_FLAGS add flags to the commands of fuligo, verl and SkyRL, for machines whose
-engines lack the kernels of their defaults. verl and SkyRL also get the settings that their documentation recommends for speed, see
-`verl_trainer`, `verl_engine`, `skyrl_trainer` and `skyrl_engine`. This script records when each step appears in the competitor's own log.
-`race_work.py` computes the rewards, without any package.
+(bfloat16 with float32 master weights on a GPU, float32 on a CPU), loss and learning rate, one optimizer step per batch, in which every
+sample is trained (fuligo: --no-skip-zero-advantages), and otherwise its defaults. Each runs from its command line in its own environment
+(`--python`), one after the other; `race_competitors.py` has the commands. FULIGO_RACE_FLAGS, VERL_RACE_FLAGS and SKYRL_RACE_FLAGS add
+flags to the commands of fuligo, verl and SkyRL, for machines whose engines lack the kernels of their defaults. verl and SkyRL also get the
+settings that their documentation recommends for speed, see `verl_trainer`, `verl_engine`, `skyrl_trainer` and `skyrl_engine`. This script
+records when each step appears in the competitor's own log. `race_work.py` computes the rewards, without any package.
 
 Per competitor: seconds from the command to the end of the first step; median seconds, samples and sampled tokens per second of the
 steps after the first two; peak of the GPUs' memory (nvidia-smi); seconds from the command to the first step with a mean reward of at

@@ -1,4 +1,4 @@
-"""Precision noise of a policy: samples on which it is measured, and the result of a failed measurement."""
+"""Precision noise of a policy: samples on which it is measured, their mean difference, and the result of a failed measurement."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fuligo.types import TrainSample
+from fuligo.types import FloatArray, TrainSample
 
 MAX_TOKENS = 4096
-"""Maximum number of tokens on which the noise is measured: enough for a mean, but only a small part of a step's work."""
+"""Maximum number of tokens on which log-probabilities are compared: enough for a mean, but only a small part of a step's work."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,6 +37,16 @@ def noise_samples(samples: Sequence[TrainSample], max_tokens: int) -> list[Train
             chosen.append(cut)
             max_tokens -= len(cut.tokens) - 1
     return chosen
+
+
+def mean_difference(samples: Sequence[TrainSample], first: FloatArray, second: FloatArray, *, per_token: bool) -> float:
+    """Return the mean absolute difference of log-probabilities, both [N] for all response tokens, over the trained tokens.
+
+    Tokens are weighted as in the loss (`LossSettings.per_token`). At least one token must be trained.
+    """
+    trained = np.concatenate([sample.loss_mask for sample in samples]) != 0  # the engine's values of others may be NaN
+    weights = np.concatenate([np.full(len(sample.loss_mask), 1.0 if per_token else 1 / sample.mask_sum) for sample in samples])
+    return float(np.average(np.abs(first - second)[trained], weights=weights[trained]))
 
 
 def _cut(sample: TrainSample, max_tokens: int) -> TrainSample:

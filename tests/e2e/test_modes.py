@@ -158,6 +158,7 @@ def test_a_rollout_without_advantages_skips_training(job: Job, checkpoint: Path,
     succeed(*job(**flags, num_rollout=2, load=run_dir / "checkpoints"))
     for record in metrics(run_dir):
         own = {key: value for key, value in record.items() if key.startswith("train/")}
+        assert own.pop("train/logprob_abs_diff") < 1e-4, "engines with wrong weights would earn no reward, too"
         assert own == {"train/skipped_share": 1.0, "train/num_skipped_steps": 1}
     assert "forward, backward" not in (run_dir / "trace.json").read_text()
     untrained = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from fuligo.errors import EngineError, TrainerError
 from fuligo.formats.weight_manifest import Undelivered, WeightManifest, WeightTarget
 from fuligo.trainer.objective import value_metrics
 from fuligo.trainer.packing import Cost
-from fuligo.trainer.precision_noise import MAX_TOKENS, Unmeasured, noise_samples
+from fuligo.trainer.precision_noise import MAX_TOKENS, Unmeasured, mean_difference, noise_samples
 from fuligo.trainer.ranks import supervision
 from fuligo.trainer.ranks.commands import Command, R, SharedCommand, call, call_rank
 from fuligo.trainer.ranks.connected import start_process
@@ -87,8 +89,10 @@ class RankedTrainer:
     async def train(self, batch: TrainBatch) -> StepResult:
         self.num_updates += 1
         noise = await self._precision_noise(batch)
-        result = await self._run_by_replica([call(RankWorker.train, steps) for steps in await self._planned(step_shares, batch)])
         skipped = skip_metrics(batch) if self._settings.skips_zero_advantages else {}
+        if skipped.get("train/skipped_share") == 1:
+            skipped |= await self._difference(batch)
+        result = await self._run_by_replica([call(RankWorker.train, steps) for steps in await self._planned(step_shares, batch)])
         return replace(result, metrics=result.metrics | noise | value_metrics(batch.samples) | skipped)
 
     async def send_weights(self, target: WeightTarget) -> WeightManifest:
@@ -147,13 +151,29 @@ class RankedTrainer:
         is_first, self._is_first_rollout = self._is_first_rollout, False
         if not is_first or not self._settings.measures_precision_noise:
             return {}
-        max_tokens = min(MAX_TOKENS, self._settings.capacity.max_tokens or MAX_TOKENS)
-        noise = Unmeasured(f"no sample has a trained token among its first {max_tokens:,} tokens")
-        if samples := noise_samples(batch.samples, max_tokens):
+        noise = Unmeasured(f"no sample has a trained token among its first {self._max_compared:,} tokens")
+        if samples := noise_samples(batch.samples, self._max_compared):
             noise = await self._run(call(RankWorker.precision_noise, samples))
         if isinstance(noise, Unmeasured):
             logger.warning(f"cannot measure the model's precision noise: {noise.reason}; the health page uses a fixed limit instead")
         return {"train/precision_noise": noise} if isinstance(noise, float) else {}
+
+    async def _difference(self, batch: TrainBatch) -> dict[str, float]:
+        """Return how far trainer and engine differ on a few samples of a rollout that is not trained.
+
+        Engines that compute something wrong often earn no reward at all: no optimizer step would then ever show the difference. Return
+        nothing if no token can be compared, or if the routing of experts is replayed, which this pass does not do.
+        """
+        samples = noise_samples(batch.samples, self._max_compared)
+        if not samples or any(sample.routed_experts is not None for sample in batch.samples):
+            return {}
+        own, of_engine = np.concatenate(await self.logprobs(samples)), np.concatenate([sample.engine_logprobs for sample in samples])
+        return {"train/logprob_abs_diff": mean_difference(samples, own, of_engine, per_token=self._settings.loss.per_token)}
+
+    @property
+    def _max_compared(self) -> int:
+        """Maximum number of tokens on which log-probabilities are compared."""
+        return min(MAX_TOKENS, self._settings.capacity.max_tokens or MAX_TOKENS)
 
     async def _planned(self, shares: Callable[[T, TrainerSettings, Cost | None], Sequence[S]], of: T) -> Sequence[S]:
         """Plan the replicas' shares in a thread, because packing 8,192 samples takes over a second and would block rollouts."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from fuligo.trainer.batch import PackedTokens, pack_tokens
-from fuligo.trainer.precision_noise import Unmeasured
+from fuligo.trainer.precision_noise import Unmeasured, mean_difference
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.torch_backend.model import Policy
 from fuligo.trainer.torch_backend.weights import full_tensor
@@ -30,8 +30,7 @@ def precision_noise(policy: Policy, samples: Sequence[TrainSample], world: World
     compute the same samples. Weights, hooks and random state are unchanged afterwards, and no device memory stays allocated. If a pass
     fails on one rank, for example for lack of memory, it ends on all ranks, and the result is `Unmeasured`.
     """
-    weights = np.concatenate([(sample.loss_mask != 0) / (1.0 if per_token else sample.mask_sum) for sample in samples])
-    outcomes = world.gather(_measure(policy, samples, weights, world))
+    outcomes = world.gather(_measure(policy, samples, world, per_token=per_token))
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     if outcomes is None:
@@ -40,7 +39,7 @@ def precision_noise(policy: Policy, samples: Sequence[TrainSample], world: World
     return own_failures[0] if own_failures else outcomes[0]
 
 
-def _measure(policy: Policy, samples: Sequence[TrainSample], weights: np.ndarray, world: World) -> float | Unmeasured:
+def _measure(policy: Policy, samples: Sequence[TrainSample], world: World, *, per_token: bool) -> float | Unmeasured:
     """Measure on this rank. `Unmeasured` has no reason if only another rank failed."""
     policy.release_gathered()
     try:
@@ -48,8 +47,8 @@ def _measure(policy: Policy, samples: Sequence[TrainSample], weights: np.ndarray
         eager = torch.compiler.set_stance("force_eager") if policy.is_compiled else nullcontext()
         with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), eager:
             tokens = pack_tokens(samples, world.device)
-            half, full = (_logprobs(policy, tokens, dtype, world) for dtype in (torch.bfloat16, torch.float32))
-            noise = float(np.average((half - full).abs().cpu().numpy(), weights=weights))
+            half, full = (_logprobs(policy, tokens, dtype, world).cpu().numpy() for dtype in (torch.bfloat16, torch.float32))
+            noise = mean_difference(samples, half, full, per_token=per_token)
         failure = None if np.isfinite(noise) else f"the mean difference is {noise}"
     except _OtherRankFailedError:
         return Unmeasured("")

@@ -96,14 +96,22 @@ async def test_skipped_samples_would_have_changed_nothing(per_token: bool, setti
 
 
 async def test_a_step_without_advantages_leaves_weights_and_optimizer_as_they_are(settings):
-    trainer = await loaded(replace(settings, skips_zero_advantages=True))
+    """Trainer and engine are still compared, at the trained tokens alone."""
+    trainer = await loaded(replace(settings, skips_zero_advantages=True, capacity=Capacity(max_tokens=128)))
     samples = train_batches.samples(LENGTHS)
+    for sample in samples:
+        sample.engine_logprobs[sample.loss_mask == 0] = np.nan
     await trainer.train(train_batches.batch(samples))
-    before, progress = weights(trainer), replace(trainer.worker.progress)
+    before, progress, logprobs = weights(trainer), replace(trainer.worker.progress), await trainer.logprobs(samples)
     result = await trainer.train(train_batches.batch(without_advantages(samples, every=1), num_steps=2))
-    assert result.metrics == {"train/num_skipped_steps": 2, "train/skipped_share": 1.0, "train/tokens_per_s": 0.0}
+    expected = np.mean([np.abs(own - s.engine_logprobs)[s.loss_mask != 0].mean() for own, s in zip(logprobs, samples, strict=True)])
+    skipped = {"train/num_skipped_steps": 2, "train/skipped_share": 1.0, "train/tokens_per_s": 0.0}
+    assert result.metrics == skipped | {"train/logprob_abs_diff": pytest.approx(expected)}
+    routed = [replace(s, routed_experts=np.zeros((4, 1, 1), np.int32)) for s in without_advantages(samples, every=1)]
+    replayed = (await trainer.train(train_batches.batch(routed, num_steps=2))).metrics
+    assert replayed == skipped, "the engine's routing is replayed only in training"
     assert result.scores == {} and result.num_tokens == 0
-    assert trainer.worker.progress == replace(progress, num_rollouts=progress.num_rollouts + 1, num_optimizer_steps=3, num_skipped_steps=2)
+    assert trainer.worker.progress == replace(progress, num_rollouts=progress.num_rollouts + 2, num_optimizer_steps=5, num_skipped_steps=4)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
     await trainer.close()
 

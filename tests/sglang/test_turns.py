@@ -8,13 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fuligo.engines.generation import SamplingParams
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.fleet import Fleet
-from fuligo.engines.sglang.server import KERNELS_VARIABLE, TURN_PLUGIN, TURN_VARIABLE, SGLangServer
+from fuligo.engines.sglang.server import KERNELS_VARIABLE, SYNC_PLUGIN, TURN_PLUGIN, TURN_VARIABLE, SGLangServer
 from fuligo.engines.sglang.turns import fuligo_turns
 from fuligo.errors import EngineError
 from tests.e2e.processes import descendants
@@ -78,6 +79,31 @@ def test_schedulers_wait_and_the_main_process_does_not(tmp_path: Path, monkeypat
     turn.touch()
     scheduler.join(60)
     assert scheduler.exitcode == 0
+
+
+@pytest.mark.parametrize(("plugin", "imported"), [(None, [fuligo_turns.MODELS]), ("mine", [])])
+def test_models_are_not_imported_before_a_plugin_that_may_replace_their_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugin: str | None, imported: list[str]
+) -> None:
+    """Otherwise it would depend on the trainer's speed whether the user's plugin has an effect."""
+    if plugin is not None:
+        info = tmp_path / f"{plugin}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{plugin} = {plugin}:install\n")
+    for directory in (tmp_path, TURN_PLUGIN, SYNC_PLUGIN):
+        monkeypatch.syspath_prepend(directory)
+    turn, found = tmp_path / "turn", list[str]()
+    monkeypatch.setenv(TURN_VARIABLE, str(turn))
+
+    def is_alive() -> bool:
+        turn.touch()
+        return True
+
+    monkeypatch.setattr(fuligo_turns.multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=is_alive))
+    monkeypatch.setattr(fuligo_turns.importlib, "import_module", found.append)
+    fuligo_turns.wait()
+    assert found == imported
 
 
 STARTS_A_SCHEDULER = """

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 
 VARIABLE = "FULIGO_TURN"
@@ -16,6 +17,8 @@ WAITING = "Imported. Waiting for the GPUs until the trainer has loaded."
 """Line of the engine's log."""
 MODELS = "sglang.srt.models.registry"
 """Module that imports all models, which takes about 2 s; SGLang imports it when it loads the weights."""
+PLUGINS = "sglang.srt.plugins"
+"""Group of entry points in which SGLang looks for plugins."""
 POLL_S = 0.05
 
 
@@ -30,8 +33,10 @@ def wait() -> None:
     file = Path(os.environ[VARIABLE])
     if not file.exists():
         print(WAITING, flush=True)
-        with suppress(Exception):  # SGLang imports it again and reports the error
-            importlib.import_module(MODELS)
+        # The user's plugins, which SGLang loads after this one, may replace what the models import.
+        if all(plugin.name.startswith("fuligo_") for plugin in entry_points(group=PLUGINS)):
+            with suppress(Exception):  # SGLang imports it again and reports the error
+                importlib.import_module(MODELS)
     while not file.exists():
         if not parent.is_alive():  # SGLang has the kernel end schedulers with their parent, but only after it has loaded its plugins
             raise SystemExit("The engine's main process ended before the engine could use its GPUs.")

@@ -80,7 +80,8 @@ def init_weights_update_group(
 ) -> tuple[bool, str]:
     """Join the group and announce this rank in the sender's store; fail at once if the sender has closed the group."""
     if reason := unreachable(master_address, master_port):
-        return False, f"cannot join {group_name}: its sender has closed it ({reason}); the next weight sync opens a new group"
+        listens = f"its sender does not listen at {master_address}:{master_port} ({reason})"
+        return False, f"cannot join {group_name}: {listens}: it has closed the group, or this host cannot reach that port"
     joined = join(runner, master_address, master_port, rank_offset, world_size, group_name, backend)
     if joined[0]:
         try:

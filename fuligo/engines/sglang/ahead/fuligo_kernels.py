@@ -94,7 +94,8 @@ def compile_all(request: str, parent_pid: int) -> None:
         config = json.loads((Path(wanted.pop("model_path")) / "config.json").read_text())
         found, capability = kernels(config, **wanted), _compute_capability()
         cache = Path(os.environ.get("TVM_FFI_CACHE_DIR", "~/.cache/tvm-ffi")).expanduser()
-        cache.mkdir(parents=True, exist_ok=True)
+        # The default is private, since an engine runs what is in it; a directory that the user chose may be meant for several users.
+        cache.mkdir(0o777 if "TVM_FFI_CACHE_DIR" in os.environ else 0o700, parents=True, exist_ok=True)
         names = json.dumps([version("sglang"), version("apache-tvm-ffi"), capability, found])
         stamp = cache / f"fuligo_{hashlib.sha256(names.encode()).hexdigest()[:16]}"
         with stamp.open("a+") as file:

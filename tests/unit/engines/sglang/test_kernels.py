@@ -68,6 +68,16 @@ class Compiler:
         self.compiled.append(name)
 
 
+def request_in_this_process(monkeypatch: pytest.MonkeyPatch, directory: Path) -> str:
+    """Return a request for GLM4 that `compile_all` can serve here as on an H200, with the model in `directory`."""
+    monkeypatch.setattr(fuligo_kernels, "version", lambda package: "1")
+    monkeypatch.setattr(fuligo_kernels, "_compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(os, "nice", lambda increment: 0)
+    monkeypatch.setattr(fuligo_kernels, "_end_with_parent", lambda: None)
+    (directory / "config.json").write_text(json.dumps(GLM4))
+    return json.dumps({"model_path": str(directory), "tp_size": 1, "dtype": "auto", "kv_cache_dtype": "auto"})
+
+
 def test_kernels_are_compiled_in_parallel_and_only_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,12 +85,7 @@ def test_kernels_are_compiled_in_parallel_and_only_once(
     compiler = Compiler(monkeypatch, names)
     monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TVM_FFI_CUDA_ARCH_LIST", "")
-    monkeypatch.setattr(fuligo_kernels, "version", lambda package: "1")
-    monkeypatch.setattr(fuligo_kernels, "_compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(os, "nice", lambda increment: 0)
-    monkeypatch.setattr(fuligo_kernels, "_end_with_parent", lambda: None)
-    (tmp_path / "config.json").write_text(json.dumps(GLM4))
-    request = json.dumps({"model_path": str(tmp_path), "tp_size": 1, "dtype": "auto", "kv_cache_dtype": "auto"})
+    request = request_in_this_process(monkeypatch, tmp_path)
     for _ in range(2):
         fuligo_kernels.compile_all(request, os.getppid())
     assert sorted(compiler.compiled) == ["activation", "clamp_position", "kvcache"]
@@ -89,6 +94,24 @@ def test_kernels_are_compiled_in_parallel_and_only_once(
     )
     fuligo_kernels.compile_all(request.replace('"tp_size": 1', '"tp_size": 2'), os.getppid())  # other kernels
     assert len(compiler.compiled) == 6
+
+
+@pytest.mark.parametrize(("chosen", "mode"), [(None, 0o700), (".cache/tvm-ffi", 0o775)])
+def test_only_a_cache_that_the_user_chose_can_belong_to_several_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str | None, mode: int
+) -> None:
+    request = request_in_this_process(monkeypatch, tmp_path)
+    monkeypatch.setattr(fuligo_kernels, "_compiled", lambda *_: iter(()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TVM_FFI_CACHE_DIR", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(tmp_path / chosen))
+    umask = os.umask(0o002)
+    try:
+        fuligo_kernels.compile_all(request, os.getppid())
+    finally:
+        os.umask(umask)
+    assert (tmp_path / ".cache" / "tvm-ffi").stat().st_mode & 0o777 == mode
 
 
 def test_a_model_that_cannot_be_read_is_named_and_the_engine_starts(tmp_path: Path) -> None:

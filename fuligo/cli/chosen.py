@@ -12,6 +12,7 @@ from fuligo.config.launcher import chosen_launcher
 from fuligo.config.schemas import schema
 from fuligo.config.validate import findings
 from fuligo.errors import ConfigError
+from fuligo.limits import memory_bytes
 from fuligo.machine.nvidia import GPU_QUERY, Gpu, nvidia_smi, parse_devices
 from fuligo.machine.packages import package_versions
 from fuligo.planner.choices import apply_choices, choose
@@ -42,7 +43,7 @@ def checked(config: Config, sharing: Sequence[Config] = ()) -> Checked:
     """
     devices = find_devices(config)
     gpu = known_gpu(devices[0].name, devices[0].memory_bytes) if devices else None
-    config, engine = with_installed_engine(config, len(devices), None if gpu is None or sharing else gpu.name)
+    config, engine = with_installed_engine(config, len(devices), None if sharing else model_of_two(devices), memory_bytes())
     warnings = tuple(_occupied(config, devices))
     try:
         if gpu is not None:
@@ -106,11 +107,22 @@ def find_devices(config: Config) -> tuple[Gpu, ...]:
     return devices[: len(names)]  # UUIDs: the devices are assumed to be of one model
 
 
-def with_installed_engine(config: Config, num_gpus: int, gpu: str | None = None) -> tuple[Config, list[str]]:
+def model_of_two(devices: Sequence[Gpu]) -> str | None:
+    """Return the planner's name of the first two GPUs; None if they differ, or the planner does not know them."""
+    found = {known_gpu(device.name, device.memory_bytes) for device in devices[:2]}
+    model = found.pop() if len(found) == 1 else None
+    return None if model is None else model.name
+
+
+def with_installed_engine(
+    config: Config, num_gpus: int, gpu: str | None = None, host_memory_bytes: int | None = None
+) -> tuple[Config, list[str]]:
     """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and console lines about the choice.
 
-    `num_gpus`: number of GPUs of this machine. `gpu`: their model, for the plan that decides whether trainer and engine share two of them;
-    None: they do not share two.
+    Args:
+        num_gpus: GPUs of this machine
+        gpu: model of two of them, for the plan that decides whether they are shared; None: they are not
+        host_memory_bytes: memory for the same plan; None: that of the vendor's own servers
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
@@ -126,26 +138,27 @@ def with_installed_engine(config: Config, num_gpus: int, gpu: str | None = None)
         slower = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
         wanted = " ".join(f"{name}=={schema(group).version}" for name, group in (("sglang", "sglang"), ("sglang-router", "router")))
         return config, [f"{slower}; to use SGLang: {python} -m pip install {wanted}"]
-    return _with_sglang(config, num_gpus, gpu, "SGLang is installed")
+    return _with_sglang(config, num_gpus, gpu, "SGLang is installed", host_memory_bytes)
 
 
-def with_assumed_engine(config: Config, gpu: str) -> tuple[Config, list[str]]:
+def with_assumed_engine(config: Config, gpu: str, host_memory_bytes: int | None = None) -> tuple[Config, list[str]]:
     """Return the config with the engine that `fuligo train` chooses on a node with SGLang, and a note about the choice.
 
-    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`.
+    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`. `host_memory_bytes`: see
+    `with_installed_engine`.
     """
     if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local" or _has_chosen_engine(config):
         return config, []
     num_gpus = config.cluster.num_gpus_per_node
     reason = f"assumed, as fuligo train chooses where SGLang is installed, with {count(num_gpus, 'GPU')} per node (--num-gpus-per-node)"
-    return _with_sglang(config, num_gpus, gpu, reason)
+    return _with_sglang(config, num_gpus, gpu, reason, host_memory_bytes)
 
 
 def _has_chosen_engine(config: Config) -> bool:
     return config.cluster.rollout_backend != "auto" or not config.engine_capabilities.beside_trainer
 
 
-def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str) -> tuple[Config, list[str]]:
+def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, host_memory_bytes: int | None) -> tuple[Config, list[str]]:
     """Return the config with SGLang engines, and a line with the reason.
 
     Trainer and engines share the GPUs if the trainer uses all `num_gpus`, and share two GPUs if one of two separate ones would always be
@@ -153,7 +166,7 @@ def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str) ->
     """
     changes = [Change(("cluster", "rollout_backend"), "sglang")]
     two = [*changes, Change(("cluster", "colocate"), True), Change(("cluster", "actor_num_gpus_per_node"), 2)]
-    if num_gpus >= 2 and gpu is not None and _would_idle(config) and _can_run(shared := apply_changes(config, two), gpu):
+    if num_gpus >= 2 and gpu is not None and _would_idle(config) and _can_run(shared := apply_changes(config, two), gpu, host_memory_bytes):
         idle = "on separate GPUs (--rollout-num-gpus 1), one of the two would always be idle"
         return shared, [f"{as_typed(change_text(change) for change in two)}: {reason}; {idle}"]
     if config.trains and config.num_train_gpus >= num_gpus and not config.cluster.colocate:
@@ -189,10 +202,11 @@ def _would_idle(config: Config) -> bool:
     return config.trains and not config.is_sft and config.rollout.async_mode == "sync" and not placed
 
 
-def _can_run(config: Config, gpu: str) -> bool:
-    """Return whether the plan for GPUs of the model `gpu` has no errors."""
+def _can_run(config: Config, gpu: str, host_memory_bytes: int | None) -> bool:
+    """Return whether the plan for GPUs of the model `gpu` has no errors; a trainer that makes room for engines moves to host memory."""
     try:
-        return not any(finding.severity is Severity.ERROR for finding in make_plan(config, gpu, "train").findings)
+        plan = make_plan(config, gpu, "train", host_memory_bytes=host_memory_bytes)
+        return not any(finding.severity is Severity.ERROR for finding in plan.findings)
     except ConfigError:
         return False  # for example, the planner does not know the model
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from fuligo.cli.chosen import find_devices, trainer_choice, with_assumed_engine, with_installed_engine
+from fuligo.cli.chosen import find_devices, model_of_two, trainer_choice, with_assumed_engine, with_installed_engine
 from fuligo.cli.megatron_arguments import unread_arguments
 from fuligo.config import Config
 from fuligo.config.command_line import parse, read_command_line
@@ -18,6 +18,7 @@ from fuligo.config.help import asked_for_help, help_text
 from fuligo.config.topology import engine_groups
 from fuligo.config.validate import with_places
 from fuligo.errors import ConfigError
+from fuligo.limits import memory_bytes
 from fuligo.models.from_flags import architecture_from_flags
 from fuligo.models.hub import located
 from fuligo.planner import speeds
@@ -70,7 +71,10 @@ def main(arguments: Sequence[str]) -> int:
         reason = "this machine has no GPU" if device is None else f"this machine's GPU ({device}) is unknown to the planner"
         notes.append(f"{reason}: planned for {DEFAULT_GPU}; name yours with --gpu, such as h200-141")
     gpu = gpu or (DEFAULT_GPU if found is None else found.name)
-    config, engine = with_assumed_engine(config, gpu) if found is None else with_installed_engine(config, len(devices), gpu)
+    if found is None:
+        config, engine = with_assumed_engine(config, gpu, host_memory_bytes)
+    else:
+        config, engine = with_installed_engine(config, len(devices), model_of_two(devices), host_memory_bytes or memory_bytes())
     notes += engine
     if found is not None and config.total_num_gpus > len(devices):
         notes.append(f"the run needs {config.total_num_gpus} GPUs like this machine's, which has {len(devices)}")

@@ -12,6 +12,7 @@ from fuligo.config.command_line import parse
 from fuligo.config.findings import Severity
 from fuligo.config.flags import flags
 from fuligo.config.validate import described
+from fuligo.machine.nvidia import GIB
 from tests import tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -29,9 +30,12 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
-    def has(num_gpus: int, name: str = "NVIDIA H200, 143771", *, sglang: bool = True, used_mib: Sequence[int] = ()) -> None:
+    def has(
+        num_gpus: int, name: str = "NVIDIA H200, 143771", *, sglang: bool = True, used_mib: Sequence[int] = (), host_gib: int = 2048
+    ) -> None:
         text = "".join(f"{index}, {name}, 580.159, {dict(enumerate(used_mib)).get(index, 4)}\n" for index in range(num_gpus))
         monkeypatch.setattr(chosen, "nvidia_smi", lambda *arguments: text)
+        monkeypatch.setattr(chosen, "memory_bytes", lambda: host_gib * GIB)
         monkeypatch.setattr(chosen, "package_versions", lambda names, *rest: dict.fromkeys(names, "1" if sglang else None))
 
     return has
@@ -102,6 +106,28 @@ def test_two_gpus_are_not_shared_without_a_plan_that_fits(machine, gpu: str, nam
     found = checked(parse(["--hf-checkpoint", str(EXAMPLES / name / "model"), *JOB.split()]).config)
     assert found.config.cluster.rollout_num_gpus == 1 and not found.config.cluster.colocate
     assert errors(found) == (["PLAN-MEMORY-TRAINER"] if name == "qwen3-4b" else [])
+
+
+@pytest.mark.parametrize(("host_gib", "shares"), [(32, False), (256, True)])
+def test_two_gpus_are_shared_if_the_host_has_room_for_the_trainer(machine, host_gib: int, shares: bool) -> None:
+    """A container may have less memory than a GPU, and the kernel would kill a run that moves its trainer to the host."""
+    machine(2, "NVIDIA A100-SXM4-80GB, 81920", host_gib=host_gib)
+    model = str(EXAMPLES / "qwen3-4b" / "model")
+    config = parse(["--hf-checkpoint", model, *JOB.split(), "--rollout-max-response-len", "16384"]).config
+    found = checked(config)
+    assert errors(found) == [] and found.config.cluster.colocate is shares
+    planned, _ = with_assumed_engine(config, "a100-80", host_gib * GIB)
+    assert planned.cluster.colocate is shares, "fuligo plan --host-memory"
+
+
+def test_gpus_of_two_models_are_not_shared(model: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan knows one model, and the other's memory may be smaller."""
+    machine(2)
+    names = ("NVIDIA H200, 143771", "NVIDIA GeForce RTX 4090, 24564")
+    text = "".join(f"{index}, {name}, 580.159, 4\n" for index, name in enumerate(names))
+    monkeypatch.setattr(chosen, "nvidia_smi", lambda *arguments: text)
+    found = plan(model)
+    assert found.config.cluster.rollout_num_gpus == 1 and not found.config.cluster.colocate
 
 
 def test_colocated_engines_get_no_gpus_of_their_own(model: Path, machine) -> None:

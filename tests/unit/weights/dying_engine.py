@@ -217,7 +217,9 @@ class _Engine:
         name, world_size = body["group_name"], body["world_size"]
         if reason := fuligo_sync.unreachable(body["master_address"], body["master_port"]):
             raise RuntimeError(reason)
-        of_sender = TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=timedelta(minutes=5))
+        # It may be closed since. torch tries that again and again until this timeout.
+        of_sender = TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=timedelta(seconds=5))
+        of_sender.set_timeout(timedelta(minutes=5))
         store = PrefixStore(name, of_sender)
         self.held.joining = name
         rank, backend = body["rank_offset"], dist.Backend(body["backend"])

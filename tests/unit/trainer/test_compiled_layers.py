@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._dynamo.utils import counters
 
 from fuligo.errors import TrainerError
@@ -36,7 +36,7 @@ ROWS = [[(4, 9), (7, 31), (2, 20)], [(40, 6), (5, 8)], [(30, 170), (1, 2)], [(3,
 """Prompt and response lengths; the numbers of tokens and sequences and the longest sequence all differ."""
 
 
-@torch.library.custom_op("fuligo_tests::dense_attention", mutates_args=())
+@library.custom_op("fuligo::dense_attention", mutates_args=())
 def dense(
     query: Tensor,
     key: Tensor,
@@ -62,22 +62,12 @@ def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:2])
 
 
-@torch.library.custom_op("fuligo_tests::dense_attention_backward", mutates_args=())
+@library.custom_op("fuligo::dense_attention_gradients", mutates_args=())
 def dense_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_keys: int,
-    scale: float,
-    window: int | None,
+    grad: Tensor, saved: Sequence[Tensor], longest: int, longest_keys: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key and value by their formulas."""
+    """Compute the gradients of query, key and value by their formulas. `saved`: these, the outputs, and the sequences' starts."""
+    query, key, value, out, log_sum_exp, starts, key_starts = saved
     weights = (_scores(query, key, _mask(query, key, starts, key_starts, window), scale) - log_sum_exp.transpose(0, 1)[..., None]).exp()
     keys, values = (_for_each_head(x, query) for x in (key, value))
     of_weights = torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).transpose(0, 1)[..., None]
@@ -89,8 +79,8 @@ def dense_backward(
 
 
 @dense_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
-    return tuple(each.new_empty(each.shape) for each in (query, key, value))
+def _(_: Tensor, saved: Sequence[Tensor], *__: object) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in saved[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -99,7 +89,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*dense_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 6)
+    return (*dense_backward(grad.contiguous(), ctx.saved_tensors, *ctx.options), *[None] * 6)
 
 
 dense.register_autograd(_gradients, setup_context=_save)
@@ -114,16 +104,17 @@ class DenseKernel(VarlenKernel):
     """Kernel that calls dense attention instead of the GPU's operators."""
 
     @property
-    def _options(self) -> tuple[object, ...]:
-        return self.starts, self.key_starts, self.longest, self.longest_keys, self.scale, self.window
+    def _options(self) -> tuple[int, int, float, int | None]:
+        return self.longest, self.longest_keys, self.scale, self.window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return dense(query, key, value, *self._options)
+        return dense(query, key, value, self.starts, self.key_starts, *self._options)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return dense_backward(grad.contiguous(), query, key, value, out, log_sum_exp, *self._options)
+        saved = (query, key, value, out, log_sum_exp, self.starts, self.key_starts)
+        return dense_backward(grad.contiguous(), saved, *self._options)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:

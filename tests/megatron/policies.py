@@ -18,7 +18,8 @@ from fuligo.trainer.batch import PackedTokens, pack_tokens
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings, SparseLayers
 from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings
 from fuligo.trainer.ranks.world import World
-from fuligo.types import TrainSample
+from fuligo.types import TrainBatch, TrainSample
+from tests import shares
 
 MicroBatches = Sequence[Sequence[TrainSample]]
 
@@ -120,3 +121,14 @@ def mtp_flags(num_layers: int = 0, *, trained: bool = False, loss_scale: float =
     return TrainFlags(
         mtp_num_layers=num_layers or None, enable_mtp_training=trained, mtp_loss_scaling_factor=loss_scale, mtp_joint_training=joint
     )
+
+
+def changed_by_a_step(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> list[str] | None:
+    """Train on the batch; return the names of the weights that this changed, on rank 0."""
+    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
+
+    worker = MegatronRankWorker(settings, world)
+    before = {name: tensor.clone() for name, tensor in worker.named_weights()}
+    worker.train(shares.to_train(worker, batch))
+    changed = [name for name, tensor in worker.named_weights() if not torch.equal(tensor, before[name])]
+    return changed if world.rank == 0 else None

@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fuligo.config.groups import OptimizerFlags
-from fuligo.errors import ConfigError, TrainerError
+from fuligo.errors import TrainerError
 from fuligo.layout.megatron import Layout
 from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 from fuligo.trainer.objective import KlLoss, LossSettings
 from fuligo.trainer.packing import Capacity
 from fuligo.trainer.ranks.rank import build_worker
-from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainedParameters, TrainerSettings
+from fuligo.trainer.ranks.settings import LearningRateSchedule, OptimizerSettings, TrainerSettings
 from fuligo.trainer.ranks.world import World
 from fuligo.trainer.shares import StepShare
 from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 from fuligo.trainer.torch_backend.worker import TorchRankWorker
 from fuligo.types import StepResult, TrainBatch, TrainSample
 from tests import shares, tiny, train_batches
-from tests.megatron.policies import settings_of
+from tests.megatron.policies import changed_by_a_step, settings_of
 from tests.megatron.ranks import RankPool
 
 LENGTHS = [(4, 9), (1, 3), (6, 9), (2, 1), (5, 14), (3, 9), (7, 6), (8, 2), (4, 30)]
@@ -329,9 +329,9 @@ def test_skipped_samples_would_have_changed_nothing(pool: RankPool, checkpoint: 
 def test_a_rollout_without_advantages_leaves_the_weights_as_they_are(pool: RankPool, checkpoint: Path) -> None:
     samples = [replace(s, advantages=np.zeros_like(s.advantages)) for s in train_batches.samples(LENGTHS)]
     settings = settings_of(checkpoint, LAYOUTS["dp2"], capacity=CAPACITY, optimizer=ADAM)
-    changed, _ = pool.run(2, trained, settings, train_batches.batch(samples))
+    changed, _ = pool.run(2, changed_by_a_step, settings, train_batches.batch(samples))
     assert changed, "weight decay moves them"
-    changed, _ = pool.run(2, trained, replace(settings, skips_zero_advantages=True), train_batches.batch(samples))
+    changed, _ = pool.run(2, changed_by_a_step, replace(settings, skips_zero_advantages=True), train_batches.batch(samples))
     assert changed == []
 
 
@@ -380,47 +380,3 @@ def test_gradients_that_are_summed_in_bf16_are_near_those_in_float32(pool: RankP
     rounded, _ = pool.run(2, norm_of_gradients, replace(settings, gradients_in_fp32=False), samples)
     assert rounded != precise
     assert rounded == pytest.approx(precise, rel=0.02)
-
-
-def trained(world: World, settings: MegatronTrainerSettings, batch: TrainBatch) -> list[str] | None:
-    """Return the names of the weights that a step changed, on rank 0."""
-    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
-
-    worker = MegatronRankWorker(settings, world)
-    before = {name: tensor.clone() for name, tensor in worker.named_weights()}
-    worker.train(shares.to_train(worker, batch))
-    changed = [name for name, tensor in worker.named_weights() if not torch.equal(tensor, before[name])]
-    return changed if world.rank == 0 else None
-
-
-@pytest.mark.parametrize(
-    ("lists", "left"),
-    [
-        (TrainedParameters(only=(r"layers\.1\.mlp", r"linear_proj")), {"layers.1.mlp", "o_proj"}),
-        (
-            TrainedParameters(frozen=("embed|lm_head", "norm", r"layers\.[0-2]\.", r"self_attn\.[qkv]_proj")),
-            {"layers.3.mlp", "layers.3.self_attn.o_proj"},
-        ),
-    ],
-)
-def test_only_what_the_lists_leave_is_trained(
-    pool: RankPool, checkpoint: Path, batch: TrainBatch, lists: TrainedParameters, left: set[str]
-) -> None:
-    """The lists may use Hugging Face or Megatron names; a pipeline stage without trained weights still joins the step."""
-    changed, _ = pool.run(2, trained, settings_of(checkpoint, LAYOUTS["pp2"], trained=lists), batch)
-    assert changed and all(any(part in name for part in left) for name in changed)
-    assert all(any(part in name for name in changed) for part in left)
-
-
-def refused(world: World, settings: MegatronTrainerSettings) -> str:
-    from fuligo.trainer.megatron_backend.worker import MegatronRankWorker
-
-    with pytest.raises(ConfigError) as failure:
-        MegatronRankWorker(settings, world)
-    return str(failure.value)
-
-
-def test_queries_cannot_be_trained_without_their_keys(pool: RankPool, checkpoint: Path) -> None:
-    settings = settings_of(checkpoint, Layout(), trained=TrainedParameters(only=("q_proj",)))
-    (text,) = pool.run(1, refused, settings)
-    assert "'q_proj' matches model.layers.0.self_attn.q_proj.weight but not all of" in text

@@ -60,7 +60,7 @@ def kernels(config: Mapping[str, Any], tp_size: int, dtype: str, kv_cache_dtype:
     `config`: the model's config.json; `tp_size`: number of ranks that split the attention heads; `dtype` and `kv_cache_dtype`: SGLang's
     arguments.
     """
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
     found: list[Kernel] = [("clamp_position", "_jit_clamp_position_module", ("int64",))]
     if dtype == "auto":
         dtype = config.get("dtype") or config.get("torch_dtype") or ""
@@ -102,9 +102,11 @@ def compile_all(request: str, parent_pid: int) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another engine of this machine compiles them
             file.seek(0)
             if not file.read():
-                for problem in _compiled(found, capability):
+                problems = list(_compiled(found, capability))
+                for problem in problems:
                     print(f"fuligo: {problem}", flush=True)
-                file.write("compiled\n")
+                if not problems:  # otherwise the next engine tries again
+                    file.write("compiled\n")
     except BlockingIOError:
         pass
     except Exception as error:

@@ -3,8 +3,9 @@
 A run on GPUs and `fuligo plan` make the same choices from the same figures, before any rule is checked. Given flags are never changed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 from fuligo.config import Config
@@ -17,7 +18,14 @@ from fuligo.errors import ConfigError
 from fuligo.layout.megatron import layout_of
 from fuligo.planner.gpus import GIB
 from fuligo.planner.layout import make_layout
-from fuligo.planner.lengths import DEFAULT_PACKED_TOKENS, average_prompt, average_response, longest_sample, num_micro_batches
+from fuligo.planner.lengths import (
+    DEFAULT_PACKED_TOKENS,
+    average_prompt,
+    average_response,
+    longest_prompt,
+    longest_sample,
+    num_micro_batches,
+)
 from fuligo.planner.memory.bars import memory_bars, planned_engines
 from fuligo.planner.memory.engine import EngineMemory, state_bytes_per_request
 from fuligo.planner.memory.torch_trainer import compiles_layers
@@ -39,6 +47,9 @@ KEPT_MARGIN_BYTES = 4 * GIB
 """Memory that must be free beside a trainer that is not offloaded: PyTorch's allocator may hold parts of blocks between kept tensors."""
 STATES_PER_REQUEST = 5
 """Maximum number of states of linear attention per running request of an engine: SGLang 0.5.15 keeps further ones for its prefix cache."""
+CACHE_MARGIN = 1.25
+"""KV cache of an engine that shares its GPUs, relative to all its requests at their longest: prompts may be longer than assumed, and the
+prefixes of ended requests are reused."""
 SMALLEST_COMPILED = 50_000_000
 """Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 30 s and saves 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024
@@ -61,7 +72,9 @@ def choose(subject: Subject) -> tuple[Subject, tuple[Choice, ...]]:
     except ConfigError:
         return subject, ()  # the rules report the invalid sizes
     chosen: list[Choice] = []
-    for choices in (_memory_choices, _offload_choices, _engine_choices, _compile_choices, _trainer_choices):
+    caches = partial(_cache_choices, places={spec.place for spec in _without_share(subject.config)})
+    offload = partial(_offload_choices, cache_choices=caches)
+    for choices in (_memory_choices, offload, _engine_choices, caches, _compile_choices, _trainer_choices):
         try:
             found = tuple(choices(subject))
             changed = replace(subject, config=apply_choices(subject.config, found))
@@ -79,23 +92,26 @@ def apply_choices(config: Config, choices: Iterable[Choice]) -> Config:
 
 def _memory_choices(subject: Subject) -> Iterator[Choice]:
     """Yield the choice of the static memory fraction of engines that share their GPUs with a trainer."""
-    config = subject.config
-    if not config.takes_turns:
-        return
-    open_groups = [spec for spec in engine_groups(config) if spec.num_engines and spec.arguments.get("mem_fraction_static") is None]
-    if open_groups:
+    if open_groups := _without_share(subject.config):
         changes = tuple(dict.fromkeys(_argument(spec, "mem_fraction_static", SHARED_FRACTION) for spec in open_groups))
         yield Choice(changes, "the trainer keeps some memory of the engines' GPUs")
 
 
-def _offload_choices(subject: Subject) -> Iterator[Choice]:
+def _without_share(config: Config) -> list[EngineGroupSpec]:
+    """Return the groups that share their GPUs with a trainer and whose share of the memory no flag gives."""
+    groups = engine_groups(config) if config.takes_turns else ()
+    return [spec for spec in groups if spec.num_engines and spec.arguments.get("mem_fraction_static") is None]
+
+
+def _offload_choices(subject: Subject, cache_choices: Callable[[Subject], Iterator[Choice]]) -> Iterator[Choice]:
     """Yield the choice not to offload a colocated trainer whose state fits beside a KV cache for all requests at their longest."""
     config = subject.config
     if not config.takes_turns or config.cluster.offload_train is not None:
         return
     change = set_flag("offload_train", False)
     kept = replace(subject, config=apply_changes(config, [change]))
-    kept = replace(kept, config=apply_choices(kept.config, _engine_choices(kept)))
+    for choices in (_engine_choices, cache_choices):
+        kept = replace(kept, config=apply_choices(kept.config, choices(kept)))
     engines = [bar for bar in memory_bars(kept, make_layout(kept)) if bar.engine_group is not None]
     if len(engines) < len([spec for spec in engine_groups(config) if spec.num_engines]):
         return  # the memory of an unknown model is not planned
@@ -148,6 +164,28 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
         yield Choice((set_flag("rollout_concurrency", in_flight),), engines)
 
 
+def _cache_choices(subject: Subject, places: Container[tuple[int, int] | None]) -> Iterator[Choice]:
+    """Yield the choice of a KV cache no larger than the requests need, for engines of these places, which share their GPUs with a trainer.
+
+    The rest of the memory stays free for the trainer and for others. Nothing is chosen where requests have unknown lengths: those of a
+    user's function, an environment or an agent.
+    """
+    runs = (subject.config, *subject.sharing)
+    if any(run.has_custom_generation or run.rollout.rollout_function_path for run in runs):
+        return
+    longest = max(max(longest_sample(run), longest_prompt(run) + (run.eval.eval_max_response_len or 0)) for run in runs)
+    for spec, memory in _sampling(subject):
+        requests, arguments = memory.settings.max_running_requests, spec.arguments
+        if spec.place not in places or requests is None or memory.states or arguments.get("max_total_tokens") is not None:
+            continue
+        context = arguments.get("context_length") or memory.architecture.max_position_embeddings
+        needed = ceil(CACHE_MARGIN * ceil(requests / spec.dp_size) * longest)
+        tokens = max(needed, context, 2 * memory.settings.chunked_prefill_tokens)
+        if tokens < memory.kv_tokens:
+            reason = f"{count(requests, 'request')} of up to {longest} tokens, and a quarter more; the rest of the memory stays free"
+            yield Choice((_argument(spec, "max_total_tokens", tokens),), reason)
+
+
 def _sampling(subject: Subject) -> list[tuple[EngineGroupSpec, EngineMemory]]:
     """Return the groups of engines that generate the policy's tokens, and the memory of one GPU of each."""
     planned = [(spec, memory) for _, spec, memory in planned_engines(subject) if spec.worker_type in ("regular", "decode")]
@@ -169,7 +207,7 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
         return graphs, f"an engine's CUDA graphs end at {count(graphs, 'request')}; its share of a rollout is {share}"
     held = magnitude(memory.kv_tokens * spec.dp_size)
     if requests == share:
-        return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; fits into its KV cache of {held} tokens"
+        return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; a KV cache of {held} tokens would fit"
     if requests == room:
         return requests, f"an engine's KV cache of {held} tokens holds {count(requests, 'sample')} of {tokens} tokens"
     return requests, f"the largest batch to choose by default; an engine's share of a rollout is {share}"

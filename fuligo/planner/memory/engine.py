@@ -181,7 +181,10 @@ def engine_items(spec: EngineGroupSpec, memory: EngineMemory, trainer_bytes: int
     if memory.draft_weights:
         items.append(MemoryItem("draft_weights", memory.draft_weights, "the model's own MTP layers"))
     rest = f"the rest of --sglang-mem-fraction-static {settings.mem_fraction_static:g} ({amount(memory.static)})"
-    note = f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: {rest} after {' and '.join(before_cache)}"
+    source = f"{rest} after {' and '.join(before_cache)}"
+    if memory.kv_tokens == spec.arguments.get("max_total_tokens"):
+        source = "--sglang-max-total-tokens"
+    note = f"{memory.kv_tokens} tokens x {memory.cached_bytes_per_token} bytes: {source}"
     items.append(MemoryItem("kv_cache", memory.kv_tokens * memory.cached_bytes_per_token, note))
     if memory.states:
         per_request = state_bytes_per_request(spec, architecture)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fuligo.config.changes import change_text
+from fuligo.config.changes import apply_changes, change_text
+from fuligo.config.findings import Change
 from fuligo.models.registry import architecture_of
 from fuligo.planner import lengths
 from fuligo.planner.choices import MAX_REQUESTS, SPARE_SLOTS, choose
@@ -163,6 +164,37 @@ def test_engines_with_limits_of_their_own_are_not_changed(flags: str, model: str
 def test_shared_gpus_leave_room_for_the_trainer() -> None:
     assert chosen(SHARED)["mem_fraction_static"] == 0.7
     assert "mem_fraction_static" not in chosen(f"{SHARED} --sglang-mem-fraction-static 0.5")
+
+
+@pytest.mark.parametrize(
+    "flags, tokens",
+    [
+        pytest.param("--rollout-max-response-len 256", 1.25 * 257 * 512, id="257 requests with prompts of 256 tokens, and a quarter more"),
+        pytest.param("--rollout-max-response-len 64 --eval-max-response-len 256", 1.25 * 257 * 512, id="evaluations are longer"),
+        pytest.param("--rollout-max-response-len 64 --rollout-max-prompt-len 448", 1.25 * 257 * 512, id="the given prompts are longer"),
+        pytest.param("--rollout-max-response-len 8 --sglang-max-running-requests 8", 40960, id="one request may fill the model's context"),
+        pytest.param("--rollout-max-response-len 16384", None, id="the GPU holds less"),
+        pytest.param("--rollout-max-response-len 256 --sglang-mem-fraction-static 0.7", None, id="the share of memory is given"),
+        pytest.param("--rollout-max-response-len 256 --sglang-max-total-tokens 9000", None, id="the cache is given"),
+        pytest.param("--rollout-max-response-len 256 --environment a.py:B", None, id="episodes have unknown lengths"),
+        pytest.param("--rollout-max-response-len 256 --rollout-function-path a.b", None, id="the user's rollouts have unknown lengths"),
+    ],
+)
+def test_an_engine_that_shares_its_gpu_takes_no_more_cache_than_its_requests_need(flags: str, tokens: float | None) -> None:
+    wave = "--rollout-batch-size 32 --n-samples-per-prompt 8"
+    assert chosen(f"{SHARED} {wave} {flags}").get("max_total_tokens") == tokens
+    assert "max_total_tokens" not in chosen(f"{ENGINES} {wave} {flags} --rollout-max-response-len 256")
+
+
+def test_a_trainer_stays_beside_a_cache_of_the_size_that_is_needed() -> None:
+    subject = replace(
+        subject_of(f"{SHARED} {WAVE} 64 --precision bf16", "qwen3-4b"),
+        architecture=architecture_of(SMOLLM2),
+        rollout_architecture=architecture_of(SMOLLM2),
+        gpu=replace(GPUS["h200-141"], memory_bytes=20 * GIB),
+    )
+    given = replace(subject, config=apply_changes(subject.config, [Change(("sglang", "mem_fraction_static"), 0.7)]))
+    assert [choose(each)[0].config.cluster.offload_train for each in (subject, given)] == [False, None]
 
 
 def of_memory(gib: float) -> Subject:

@@ -162,7 +162,7 @@ def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, ho
     """Return the config with SGLang engines, and a line with the reason.
 
     Trainer and engines share the GPUs if the trainer uses all `num_gpus`, and share two GPUs if one of two separate ones would always be
-    idle. The config is unchanged if SGLang would break a rule.
+    idle, unless --no-colocate is given. The config is unchanged if SGLang would break a rule or find no GPU.
     """
     changes = [Change(("cluster", "rollout_backend"), "sglang")]
     two = [*changes, Change(("cluster", "colocate"), True), Change(("cluster", "actor_num_gpus_per_node"), 2)]
@@ -170,6 +170,8 @@ def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, ho
         idle = "on separate GPUs (--rollout-num-gpus 1), one of the two would always be idle"
         return shared, [f"{as_typed(change_text(change) for change in two)}: {reason}; {idle}"]
     if config.trains and config.num_train_gpus >= num_gpus and not config.cluster.colocate:
+        if config.cluster.colocate is False:
+            return config, []  # no GPU is left for SGLang
         changes.append(Change(("cluster", "colocate"), True))
     elif config.trains and not config.cluster.colocate:
         changes.append(Change(("cluster", "rollout_num_gpus"), config.resolved_rollout_num_gpus_per_engine))
@@ -186,7 +188,7 @@ def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]
     """
     flags = config.cluster
     enough = config.total_num_gpus <= num_gpus or config.num_train_gpus > num_gpus
-    if enough or flags.colocate or flags.rollout_num_gpus is not None or not config.engine_capabilities.releases_memory:
+    if enough or flags.colocate is not None or flags.rollout_num_gpus is not None or not config.engine_capabilities.releases_memory:
         return config, []
     changed = apply_changes(config, [Change(("cluster", "colocate"), True)])
     if _breaks_rules(config, changed):
@@ -198,7 +200,7 @@ def _would_idle(config: Config) -> bool:
     """Return whether no flag places trainer and engine, and they would take turns, each on its own GPU."""
     flags = config.cluster
     given = (flags.colocate, flags.actor_num_gpus_per_node, flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine)
-    placed = any(given) or config.total_num_gpus != 1
+    placed = any(value is not None for value in given) or config.total_num_gpus != 1
     return config.trains and not config.is_sft and config.rollout.async_mode == "sync" and not placed
 
 

@@ -106,7 +106,7 @@ class Placement(TypedFlags):
     @property
     def shares_gpus(self) -> bool:
         """True if trainer and engines have the same GPUs (--colocate)."""
-        return self.cluster.colocate and self.trains
+        return bool(self.cluster.colocate) and self.trains
 
     @property
     def takes_turns(self) -> bool:

@@ -36,7 +36,11 @@ class ClusterFlags(FlagGroup):
     rollout_num_gpus_per_engine: int | None = slime(
         None, "GPUs per engine (default 1); SGLang's tensor-parallel size is this divided by --sglang-pp-size", ge=1
     )
-    colocate: bool = slime(False, "trainer and engines share GPUs and take turns; engines release their memory while the trainer works")
+    colocate: bool | None = slime(
+        None,
+        "trainer and engines share GPUs and take turns; engines release their memory while the trainer works "
+        "(default: if there are too few GPUs for both; --no-colocate keeps them apart)",
+    )
     offload_train: bool | None = slime(
         None,
         "with --colocate, move the trainer to host memory while the engines sample (default: unless there is room beside the KV cache)",

@@ -115,4 +115,4 @@ def _trainer_bytes(subject: Subject) -> int:
 
 def _trains_there(subject: Subject) -> bool:
     """Return whether a trainer keeps memory on the engines' GPUs (--colocate)."""
-    return subject.config.cluster.colocate and not subject.config.debug.debug_rollout_only
+    return bool(subject.config.cluster.colocate) and not subject.config.debug.debug_rollout_only

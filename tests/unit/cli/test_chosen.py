@@ -100,6 +100,16 @@ def test_a_plan_elsewhere_has_the_engine_of_a_machine_with_sglang(model: Path, m
     assert all("where SGLang is installed" in note and f"{num_gpus} GPU" in note for note in notes)
 
 
+@pytest.mark.parametrize(("num_gpus", "engine", "num_used"), [(1, "embedded", 1), (2, "sglang", 2)])
+def test_no_colocate_keeps_trainer_and_engines_apart(model: Path, machine, num_gpus: int, engine: str, num_used: int) -> None:
+    """Without it they share both GPUs, or the only one."""
+    machine(num_gpus)
+    found, default = (checked(parse(["--hf-checkpoint", str(model), *JOB.split(), *each]).config) for each in (["--no-colocate"], []))
+    assert default.config.cluster.colocate and default.config.resolved_rollout_backend == "sglang"
+    assert found.config.cluster.colocate is False and errors(found) == []
+    assert (found.config.resolved_rollout_backend, found.config.total_num_gpus) == (engine, num_used)
+
+
 @pytest.mark.parametrize(("gpu", "name"), [("NVIDIA GeForce RTX 4090, 24564", "qwen3-4b"), ("NVIDIA T4, 15360", "smollm2")])
 def test_two_gpus_are_not_shared_without_a_plan_that_fits(machine, gpu: str, name: str) -> None:
     machine(2, gpu)
@@ -115,9 +125,9 @@ def test_two_gpus_are_shared_if_the_host_has_room_for_the_trainer(machine, host_
     model = str(EXAMPLES / "qwen3-4b" / "model")
     config = parse(["--hf-checkpoint", model, *JOB.split(), "--rollout-max-response-len", "16384"]).config
     found = checked(config)
-    assert errors(found) == [] and found.config.cluster.colocate is shares
+    assert errors(found) == [] and bool(found.config.cluster.colocate) is shares
     planned, _ = with_assumed_engine(config, "a100-80", host_gib * GIB)
-    assert planned.cluster.colocate is shares, "fuligo plan --host-memory"
+    assert bool(planned.cluster.colocate) is shares, "fuligo plan --host-memory"
 
 
 def test_gpus_of_two_models_are_not_shared(model: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:

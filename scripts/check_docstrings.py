@@ -16,13 +16,21 @@ FOLDERS = ("fuligo", "tests", "benchmarks", "tools", "examples", "scripts", "doc
 OPENINGS = re.compile(r"\s*(Of|What|Who|Whose|Where|Whether|How|Which)\b")
 
 
+def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield the lists of statements in a module, a statement or a clause, at any depth; expressions, which have none, are not walked."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, name, [])
+        if inner and isinstance(inner[0], ast.stmt):
+            yield inner
+        for child in inner:
+            yield from blocks(child)
+
+
 def docstrings(module: ast.Module) -> Iterator[ast.Constant]:
     """Yield the docstrings of a module, its classes and functions, and the strings below their assignments."""
-    for node in ast.walk(module):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for position, statement in enumerate(node.body):
-            documents = position == 0 or isinstance(node.body[position - 1], ast.Assign | ast.AnnAssign)
+    for block in blocks(module):
+        for position, statement in enumerate(block):
+            documents = position == 0 or isinstance(block[position - 1], ast.Assign | ast.AnnAssign)
             if documents and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 yield statement.value
 

@@ -1,7 +1,7 @@
 """Backends, processes and GPUs that follow from a run's flags."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from fuligo.config.capabilities import ENGINE_CAPABILITIES, TRAINER_CAPABILITIES, EngineCapabilities, TrainerCapabilities
@@ -28,9 +28,10 @@ class MegatronArguments(PassThrough):
 
 
 @functools.cache
-def _defaults(names: tuple[str, ...]) -> tuple[tuple[str, str, object], ...]:
-    """Return the names, groups and defaults of flags. Cached, because the rules ask for the same flags hundreds of times."""
-    return tuple((name, flags()[name].group, flags()[name].default) for name in names)
+def _by_group(names: tuple[str, ...]) -> Mapping[str, frozenset[str]]:
+    """Return the names of flags by their groups. Cached, because the rules ask for the same flags hundreds of times."""
+    groups = {flags()[name].group for name in names}
+    return {group: frozenset(name for name in names if flags()[name].group == group) for group in groups}
 
 
 class Placement(TypedFlags):
@@ -49,7 +50,10 @@ class Placement(TypedFlags):
 
         A config does not record where its values come from, so a flag counts as given if its value is not the default.
         """
-        typed = [flags()[name].option for name, group, default in _defaults(tuple(names)) if getattr(getattr(self, group), name) != default]
+        names = tuple(names)
+        # Most flags are not set, which is faster to find than that their values are the defaults.
+        may_differ = {name for group, own in _by_group(names).items() for name in own & getattr(self, group).model_fields_set}
+        typed = [flags()[name].option for name in names if name in may_differ and self.value_of(name) != flags()[name].default]
         return [*typed, *(option_name(PREFIXES.get(group, "") + name) for group in passed_on for name in getattr(self, group))]
 
     @property

@@ -285,7 +285,8 @@ def _grouped_elements(spec: EngineGroupSpec, architecture: Architecture, num_dra
     for layer in architecture.layers:
         heads = architecture.attention_of(layer)
         if not layer.is_linear and isinstance(heads, GroupedAttention):
-            kinds[replace(heads, borrows_keys=False), has_pool and layer.window is not None] += 1
+            owner = replace(heads, borrows_keys=False) if heads.borrows_keys else heads
+            kinds[owner, has_pool and layer.window is not None] += 1
     total = 0.0
     for (heads, is_apart), num_layers in kinds.items():
         total += math.ceil(num_layers / spec.pp_size) * on_a_rank(heads) * (share if is_apart else 1.0)

@@ -26,7 +26,7 @@ from fuligo.planner.lengths import (
     longest_sample,
     num_micro_batches,
 )
-from fuligo.planner.memory.bars import memory_bars, planned_engines
+from fuligo.planner.memory.bars import engine_bars, planned_engines, trainer_bars
 from fuligo.planner.memory.engine import EngineMemory, state_bytes_per_request
 from fuligo.planner.memory.torch_trainer import compiles_layers
 from fuligo.planner.plan import Choice
@@ -112,7 +112,7 @@ def _offload_choices(subject: Subject, cache_choices: Callable[[Subject], Iterat
     kept = replace(subject, config=apply_changes(config, [change]))
     for choices in (_engine_choices, cache_choices):
         kept = replace(kept, config=apply_choices(kept.config, choices(kept)))
-    engines = [bar for bar in memory_bars(kept, make_layout(kept)) if bar.engine_group is not None]
+    engines = engine_bars(kept)
     if len(engines) < len([spec for spec in engine_groups(config) if spec.num_engines]):
         return  # the memory of an unknown model is not planned
     if any(bar.used_bytes + KEPT_MARGIN_BYTES > bar.capacity_bytes for bar in engines):
@@ -285,7 +285,7 @@ def _longer_rows(subject: Subject) -> Iterator[Choice]:
 
 def _trainer_excess(subject: Subject) -> int:
     """Return the bytes by which the fullest GPU of the trainer exceeds its memory; negative if it fits."""
-    bars = [bar for bar in memory_bars(subject, make_layout(subject)) if bar.pipeline_rank is not None]
+    bars = trainer_bars(subject, make_layout(subject))
     return max((bar.used_bytes - bar.capacity_bytes for bar in bars), default=0)
 
 

@@ -18,6 +18,9 @@ from fuligo.planner.memory.trainer import trainer_items, trainer_resident_bytes
 from fuligo.planner.plan import ClusterLayout, EngineCapacity, MemoryBar, MemoryItem
 from fuligo.planner.subject import Subject
 
+Planned = tuple[int, EngineGroupSpec, EngineMemory]
+"""Index of an engine group, the group, and its memory per GPU."""
+
 
 def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int | None = None) -> tuple[MemoryBar, ...]:
     """Return the peak memory of each kind of GPU, trainer before engines, and of the host.
@@ -25,23 +28,21 @@ def memory_bars(subject: Subject, layout: ClusterLayout, host_memory_bytes: int 
     `host_memory_bytes`: memory of a node; None: that of the vendor's own servers with this GPU.
     """
     planned = planned_engines(subject)
-    trainer = [] if subject.config.debug.debug_rollout_only else _trainer_bars(subject, layout)
-    # In the first step, PyTorch's allocator and CUDA's libraries take more memory, and keep it.
-    left_over = _trainer_bytes(subject) + (TRAINER_LEFT_BYTES if subject.is_megatron else 0) if _trains_there(subject) else 0
-    engines = [
-        MemoryBar(
-            owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
-            num_gpus=spec.num_gpus,
-            capacity_bytes=subject.gpu.memory_bytes,
-            items=engine_items(spec, memory, left_over, stays=subject.config.trainer_stays),
-            engine_group=group,
-        )
-        for group, spec, memory in planned
-    ]
     capacity = subject.gpu.host_memory_bytes * layout.num_gpus_per_node if host_memory_bytes is None else host_memory_bytes
     num_gpus = max(sum(1 for gpu in layout.gpus if gpu.node == node and gpu.trainer) for node in range(layout.num_nodes))
     on_host = {group: engine_on_host(subject.config, spec, memory) for group, spec, memory in planned}
-    return (*trainer, *engines, MemoryBar("host", num_gpus, capacity, host_items(subject, layout, on_host)))
+    host = MemoryBar("host", num_gpus, capacity, host_items(subject, layout, on_host))
+    return (*_trainer_bars(subject, layout, planned), *_engine_bars(subject, planned), host)
+
+
+def trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
+    """Return the bars of the trainer's GPUs among `memory_bars`; none if the run has no trainer."""
+    return _trainer_bars(subject, layout, planned_engines(subject))
+
+
+def engine_bars(subject: Subject) -> list[MemoryBar]:
+    """Return the bars of SGLang servers' GPUs among `memory_bars`."""
+    return _engine_bars(subject, planned_engines(subject))
 
 
 def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCapacity, ...]:
@@ -58,7 +59,7 @@ def engine_capacities(subject: Subject, layout: ClusterLayout) -> tuple[EngineCa
     return tuple(capacities)
 
 
-def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, EngineMemory]]:
+def planned_engines(subject: Subject) -> list[Planned]:
     """Return (index of the group, group, memory per GPU) of each group of SGLang servers whose model is known."""
     config = subject.config
     resident = _trainer_bytes(subject) if _trains_there(subject) else 0
@@ -69,17 +70,34 @@ def planned_engines(subject: Subject) -> list[tuple[int, EngineGroupSpec, Engine
     ]
 
 
-def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
+def _engine_bars(subject: Subject, planned: list[Planned]) -> list[MemoryBar]:
+    # In the first step, PyTorch's allocator and CUDA's libraries take more memory, and keep it.
+    left_over = _trainer_bytes(subject) + (TRAINER_LEFT_BYTES if subject.is_megatron else 0) if _trains_there(subject) else 0
+    return [
+        MemoryBar(
+            owner=f"engines: {spec.worker_type}" if spec.model == "default" else f"engines: {spec.model} {spec.worker_type}",
+            num_gpus=spec.num_gpus,
+            capacity_bytes=subject.gpu.memory_bytes,
+            items=engine_items(spec, memory, left_over, stays=subject.config.trainer_stays),
+            engine_group=group,
+        )
+        for group, spec, memory in planned
+    ]
+
+
+def _trainer_bars(subject: Subject, layout: ClusterLayout, planned: list[Planned]) -> list[MemoryBar]:
+    if subject.config.debug.debug_rollout_only:
+        return []
     capacity = subject.gpu.memory_bytes
     shape = layout_of(subject.config)
     if not subject.is_megatron:
         items = torch_trainer_items(subject)
         if not (layout.engine_groups and subject.config.engine_capabilities.beside_trainer):
-            return [MemoryBar("trainer", shape.num_ranks, capacity, (*items, *_engines_left_over(subject)), pipeline_rank=0)]
+            return [MemoryBar("trainer", shape.num_ranks, capacity, (*items, *_engines_left_over(subject, planned)), pipeline_rank=0)]
         shared = MemoryBar("trainer and engine", 1, capacity, (*items, *embedded_items(subject)), pipeline_rank=0, engine_group=0)
         alone = MemoryBar("trainer", shape.num_ranks - 1, capacity, items, pipeline_rank=0)
         return [shared, alone] if shape.num_ranks > 1 else [shared]
-    left_over = _engines_left_over(subject)
+    left_over = _engines_left_over(subject, planned)
     return [
         MemoryBar(
             owner="trainer" if shape.pp == 1 else f"trainer stage {rank}",
@@ -92,12 +110,12 @@ def _trainer_bars(subject: Subject, layout: ClusterLayout) -> list[MemoryBar]:
     ]
 
 
-def _engines_left_over(subject: Subject) -> tuple[MemoryItem, ...]:
+def _engines_left_over(subject: Subject, planned: list[Planned]) -> tuple[MemoryItem, ...]:
     """Return what engines keep on a GPU while the trainer works (--colocate), for the engine that keeps most."""
     if not subject.config.cluster.colocate:
         return ()
     kept: list[tuple[MemoryItem, ...]] = []
-    for _, spec, memory in planned_engines(subject):
+    for _, spec, memory in planned:
         items = engine_resident_items(spec, memory)
         # A server keeps its weights if a sync sends only what changed.
         if subject.config.weight_sync.update_weight_mode == "delta" and spec.model == policy_model(subject.config):

@@ -13,7 +13,7 @@ from fuligo.config.topology import EngineGroupSpec
 from fuligo.errors import ConfigError
 from fuligo.planner.layout import make_layout
 from fuligo.planner.lengths import longest_prompt, longest_sample
-from fuligo.planner.memory.bars import memory_bars
+from fuligo.planner.memory.bars import trainer_bars
 from fuligo.planner.rules.parallel import dense_sizes_divide
 from fuligo.planner.rules.rule import Violation, rule
 from fuligo.planner.rules.servers import group_rule, placed, serving_policy, set_each
@@ -98,10 +98,10 @@ def _activations(subject: Subject) -> str:
     if subject.is_megatron and not dense_sizes_divide(subject.config):
         return ""
     try:
-        bars = memory_bars(subject, make_layout(subject))
+        bars = trainer_bars(subject, make_layout(subject))
     except ConfigError:
         return ""
-    of_trainer = [item.num_bytes for bar in bars if bar.pipeline_rank is not None for item in bar.items if item.name == "activations"]
+    of_trainer = [item.num_bytes for bar in bars for item in bar.items if item.name == "activations"]
     return f" with {amount(max(of_trainer))} of activations per GPU" if of_trainer else ""
 
 

@@ -103,7 +103,7 @@ def state_types_are_the_optimizers(subject: Subject) -> Iterator[Violation]:
 def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Violation]:
     """Over several nodes the optimizer state may fit on the GPUs, where a step is much faster."""
     from fuligo.planner.layout import make_layout
-    from fuligo.planner.memory.bars import memory_bars
+    from fuligo.planner.memory.bars import trainer_bars
 
     config = subject.config
     if not subject.is_megatron or not config.optimizer.optimizer_cpu_offload or config.cluster.actor_num_nodes == 1:
@@ -111,7 +111,7 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Violation]:
     fix = (unset_flag("optimizer_cpu_offload"), unset_flag("overlap_cpu_optimizer_d2h_h2d"))
     try:
         without = replace(subject, config=apply_changes(config, fix))
-        bars = [bar for bar in memory_bars(without, make_layout(without)) if bar.pipeline_rank is not None]
+        bars = trainer_bars(without, make_layout(without))
     except ConfigError:
         return
     worst = max((bar.used_bytes / bar.capacity_bytes for bar in bars), default=1.0)

@@ -93,7 +93,7 @@ test: ready
 	+@$(MAKE) --no-print-directory --jobs 2 --output-sync=line --keep-going test-main types test-servers test-verifiers
 
 test-main: install-dev
-	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" $(BESIDE:%=--ignore %)
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow" $(BESIDE:%=--ignore %) --ignore tests/gpu
 
 test-servers: install-sglang install-dev
 	.venv/bin/python -m pytest $(BESIDE) -m "not slow"

@@ -7,12 +7,10 @@ log-probabilities.
 from dataclasses import dataclass, field
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from fuligo.algorithms.assign import assign_advantages, step_denominators, token_weights
 from fuligo.algorithms.off_policy import Correction
@@ -70,6 +68,8 @@ def trl_trainer(cls: type, config_cls: type, directory) -> Any:
         use_cpu=True,
         bf16=False,
     )
+    import datasets
+
     prompts = datasets.Dataset.from_dict({"prompt": ["1+1="] * NUM_GROUPS})
     trainer = cls(
         model=tiny.model(hidden=16, layers=1),
@@ -85,11 +85,15 @@ def trl_trainer(cls: type, config_cls: type, directory) -> Any:
 
 @pytest.fixture(scope="module")
 def grpo_trainer(tmp_path_factory):
+    from trl import GRPOConfig, GRPOTrainer  # when they are needed: the import takes seconds
+
     return trl_trainer(GRPOTrainer, GRPOConfig, tmp_path_factory.mktemp("grpo"))
 
 
 @pytest.fixture(scope="module")
 def rloo_trainer(tmp_path_factory):
+    from trl import RLOOConfig, RLOOTrainer
+
     return trl_trainer(RLOOTrainer, RLOOConfig, tmp_path_factory.mktemp("rloo"))
 
 
@@ -107,7 +111,7 @@ def run_trl(trainer: Any, rollout: Rollout, monkeypatch: pytest.MonkeyPatch, **o
     def generate(prompts):
         prompt_ids = [sample.tokens[: sample.prompt_length].tolist() for sample in samples]
         completion_ids = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
-        if isinstance(trainer, RLOOTrainer):
+        if type(trainer).__name__ == "RLOOTrainer":
             return prompt_ids, completion_ids, [""] * len(samples)
         masks = [sample.loss_mask.tolist() for sample in samples]
         engine = [sample.engine_logprobs.tolist() for sample in samples]

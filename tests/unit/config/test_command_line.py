@@ -157,9 +157,9 @@ def misspelt(option: str) -> list[str]:
 @pytest.mark.parametrize("name", flags())
 def test_a_typo_in_any_flag_is_an_error_that_suggests_the_flag(name: str) -> None:
     option = flags()[name].option
-    # Three letters with one wrong resemble nothing. Every longer flag is found; for long ones, some typos suffice.
+    # Three letters with one wrong resemble nothing. Every longer flag is found; for long ones, one typo suffices: a doubled letter or an x.
     typos = misspelt(option)
-    for typo in typos[:: 1 if len(name) < 5 else 5] if len(name) < 8 else (typos[len(typos) // 3], typos[-len(option) // 2]):
+    for typo in typos[:: 1 if len(name) < 5 else 5] if len(name) < 8 else [typos[len(typos) // 3 if len(name) % 2 else -len(option) // 2]]:
         (problem,) = problems_of([typo])
         assert typo in problem
         assert f"{option} ({flags()[name].group})" in problem or len(name) <= 2

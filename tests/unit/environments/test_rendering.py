@@ -31,7 +31,6 @@ from tests.unit.environments.conversations import (
 
 EXAMPLES = max(15, settings().max_examples // 4)
 """Examples per template; the nineteen templates have much in common."""
-SHOWS_TOOLS = [name for name in TEMPLATES if renderer(name).shows_tools]
 WORDS = st.text(st.sampled_from("ab 7\n{}<>\"'é漢🙂\u200b"), max_size=12)
 SAFE = st.text(st.sampled_from("ab7é漢🙂"), min_size=1, max_size=6)
 ARGUMENTS = st.fixed_dictionaries({"a": st.integers(-9, 99)}, optional={"note": SAFE})
@@ -62,7 +61,8 @@ def test_extended_ids_are_the_templates_own_rendering(
     name: str, turns: list[tuple[dict[str, Any], str]], question: str, with_tools: bool
 ) -> None:
     """Extended ids equal the rendering of canonical turns; they are `None` only if the template changes earlier text."""
-    render, tools = renderer(name), [ADD] if with_tools and name in SHOWS_TOOLS else []
+    render = renderer(name)
+    tools = [ADD] if with_tools and render.shows_tools else []
     shown = [tool.to_json() for tool in tools] or None
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     meant = messages

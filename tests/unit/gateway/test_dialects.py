@@ -1,11 +1,12 @@
 """`/v1/responses` and Anthropic's `/v1/messages`, by the clients of OpenAI and Anthropic."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 
@@ -16,6 +17,9 @@ from tests.unit.gateway.test_server import Says, opened
 from tests.unit.gateway.world import RandomEngine, check_exact
 from tests.unit.rollout.episode_world import fresh
 
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 THINKS_AND_CALLS = f"<think>\nr\n</think>\n\nso{CALL}{ENDS[0]}"
 SCHEMA: Any = dict(ADD.parameters)
@@ -24,7 +28,9 @@ RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": ADD.name, "description
 
 
 @asynccontextmanager
-async def claude(engine: Any, **changes: Any) -> AsyncIterator[tuple[Session, anthropic.AsyncAnthropic]]:
+async def claude(engine: Any, **changes: Any) -> AsyncIterator[tuple[Session, AsyncAnthropic]]:
+    import anthropic  # when it is needed: the import takes a second
+
     async with opened(engine, **changes) as (_, session, _):
         base_url = session.base_url.removesuffix("/v1")
         async with anthropic.AsyncAnthropic(base_url=base_url, api_key=session.api_key, max_retries=0) as client:
@@ -32,6 +38,8 @@ async def claude(engine: Any, **changes: Any) -> AsyncIterator[tuple[Session, an
 
 
 async def test_anthropics_client_reads_thinking_text_and_calls() -> None:
+    import anthropic
+
     engine = Says(THINKS_AND_CALLS)
     async with claude(engine, template="QWEN3") as (_, client):
         asked: dict[str, Any] = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "1 + 2"}], "tools": CLAUDE_TOOLS}
@@ -150,6 +158,8 @@ async def test_answers_of_all_apis_belong_to_one_conversation() -> None:
     ],
 )
 async def test_anthropics_client_reads_refusals(changes: dict[str, Any], reason: str) -> None:
+    import anthropic
+
     async with claude(Says("x" + ENDS[0])) as (_, client):
         asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}], **changes}
         with pytest.raises(anthropic.BadRequestError, match=reason):

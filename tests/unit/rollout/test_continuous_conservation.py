@@ -95,7 +95,7 @@ MANY_DROPPED_AND_SOME_FAILED = {
 
 
 @pytest.mark.long
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 4)
 @given(runs())
 @example(MANY_DROPPED_AND_SOME_FAILED)
 def test_every_prompt_ends_once_and_nothing_is_too_old(run: dict):

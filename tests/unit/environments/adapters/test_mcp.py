@@ -1,5 +1,6 @@
 import asyncio
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from fuligo.environments.adapters.mcp import McpServer, McpSettings
 from fuligo.errors import RolloutError
 
-pytest.importorskip("mcp")
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="`make install-dev` installs mcp")
 
 SETTINGS = McpSettings(command=sys.executable, args=(str(Path(__file__).with_name("mcp_server.py")),), env={"GIVEN": "1"})
 

@@ -1,4 +1,5 @@
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from fuligo.environments.adapters import reasoning_gym as adapter
 from fuligo.errors import ConfigError, RewardError
 from fuligo.types import Sample
 
-gym = pytest.importorskip("reasoning_gym", reason="`make install-dev` installs reasoning-gym")
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="`make install-dev` installs reasoning-gym")
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "leg_counting": {},
@@ -25,7 +26,9 @@ def sample(row: dict[str, Any], response: str) -> Sample:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_are_the_data_sets_and_the_reward_is_its_verifier(name: str):
     config = CONFIGS[name] | {"size": 3, "seed": 7}
-    dataset = gym.create_dataset(name, **config)
+    import reasoning_gym  # when it is needed: the import takes a second
+
+    dataset = reasoning_gym.create_dataset(name, **config)
     rows = json.loads(json.dumps(list(adapter.rows(name, config))))  # as they come back from a prompt file
     assert len(rows) == 3
     for row, entry in zip(rows, dataset, strict=True):

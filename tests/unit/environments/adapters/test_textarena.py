@@ -1,5 +1,6 @@
 import asyncio
 import random
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from fuligo.environments.adapters.textarena import TextArena, TextArenaSettings
 from fuligo.environments.environment import AssistantTurn, Row, Step
 from fuligo.errors import ConfigError
 
-pytest.importorskip("textarena", reason="`make install-dev` installs textarena")
+pytestmark = pytest.mark.skipif(find_spec("textarena") is None, reason="`make install-dev` installs textarena")
 
 SETTINGS = TextArenaSettings(game="GuessTheNumber-v0", arguments={"max_number": 16, "max_turns": 8})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 _SCRIPTS = ("dom.js", "tooltip.js", "theme.js")
-_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Characters that could end the element, begin a tag, or confuse an old parser."""
 
 
@@ -32,7 +32,7 @@ class Page:
             "style": style,
             "script": script,
             "body": _source(self.package, "body.html"),
-            "data": document.translate(_ESCAPES),
+            "data": _escaped(document),
         }
         first, *rest = _source(__name__, "frame.html").split("{{")
         pieces = [first]
@@ -46,6 +46,12 @@ class Page:
         own = f"style-src '{_digest(style)}'; script-src '{_digest(script)}'"
         connect = "connect-src 'self'" if self.asks_server else "connect-src 'none'"
         return f"default-src 'none'; img-src data:; {own}; {connect}; base-uri 'none'; form-action 'none'"
+
+
+def _escaped(document: str) -> str:
+    for character, escape in _ESCAPES.items():
+        document = document.replace(character, escape)  # on long texts many times as fast as `translate`
+    return document
 
 
 def _digest(text: str) -> str:

@@ -25,6 +25,8 @@ COLUMNS = (
 
 LONG = {"LONG_STEP_S": "1.0"}
 """Environment in which some episodes outlast a rollout."""
+BRIEF = {"rollout_stop_token_ids": [*range(7, 39)]}
+"""Flags with which most turns end after a dozen tokens: these are a twelfth of the vocabulary."""
 
 
 def command(job: Job, run_dir: Path, kind: str, **flags: object) -> list[str]:
@@ -80,7 +82,7 @@ def test_interrupted_episodes_are_trained_as_they_were_sampled(mode: dict[str, o
 )
 def test_a_killed_run_repeats_the_episodes_of_its_rollout(mode: dict[str, object], job: Job, tmp_path: Path) -> None:
     """Killed while episodes are in flight; in both modes the resumed run samples what an undisturbed one samples."""
-    undisturbed, killed = (command(job, tmp_path / name, "Resumable", **mode, num_rollout=2) for name in ("undisturbed", "killed"))
+    undisturbed, killed = (command(job, tmp_path / name, "Resumable", **mode, **BRIEF, num_rollout=2) for name in ("undisturbed", "killed"))
     succeed(*undisturbed)
     assert fuligo(*killed, KILL_AT="step:1").returncode == -signal.SIGKILL
     succeed(*killed)
@@ -97,7 +99,7 @@ def test_a_killed_run_repeats_the_episodes_of_its_rollout(mode: dict[str, object
 def test_an_engine_that_dies_under_episodes_ends_the_run_which_resumes(played: str, job: Job, tmp_path: Path) -> None:
     """The run names the engine; started again, it plays the episodes that were in flight anew and loses none."""
     kinds = {"environment": "tests.e2e.worlds.LosesEngine", "agent": "tests.e2e.agents.loses_engine"}
-    flags = command(job, tmp_path, "Resumable", **{"environment": None, played: kinds[played]}, num_rollout=2)
+    flags = command(job, tmp_path, "Resumable", **{"environment": None, played: kinds[played]}, **BRIEF, num_rollout=2)
     error = fail(1, *flags, KILL_AT="engine:1")
     assert "engine http://127.0.0.1:" in error and "was killed (out of memory" in error
     assert [record["step"] for record in metrics(tmp_path)] == [0]

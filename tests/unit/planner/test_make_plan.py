@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuligo.config import Config
@@ -135,6 +135,7 @@ SIZES = [
 CONFIGS = {path: parse(["--config", str(path)]).config for path in CLUSTER_RECIPES}
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(
     path=st.sampled_from(CLUSTER_RECIPES),
     places=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3, unique=True),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, library
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 
 from fuligo.errors import TrainerError
@@ -182,6 +183,8 @@ def assert_equal(found: tuple[np.ndarray, dict[str, Tensor]], expected: tuple[np
         torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
+OF_TWO = AdapterConfig(rank=4, alpha=64.0, target_modules=("q_proj", "down_proj"))
+"""Adapter of one matrix of the attention and one of the MLP; the slow cases adapt all."""
 REPEATED = ("plain", "checkpointed", "adapter", "quantized base", "shared prefixes")
 """Cases whose layers "checkpointed quantized base" and those of the test below trace as well."""
 
@@ -194,7 +197,7 @@ def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
         "adapter": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)), "reference_weights": checkpoint},
         "quantized base": {"lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0), base_precision="nf4")},
         "checkpointed quantized base": {
-            "lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0), base_precision="nf4"),
+            "lora": LoraSettings(OF_TWO, base_precision="nf4"),
             "gradient_checkpointing": True,
         },
         "shared prefixes": {"shares_prefixes": True},
@@ -220,6 +223,11 @@ def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
     assert num_graphs[1:] == [0, 0, 0], "a length, or a number of sequences, was a constant of the graphs"
 
 
+def traced_for_gradients(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """Trace forward and backward of a graph that needs gradients; run others as they are, which the test above traces."""
+    return lookup_backend("aot_eager" if torch.is_grad_enabled() else "eager")(graph, inputs)
+
+
 LATER_ROWS = [*ROWS, [(30, 170)], [(1, 1), (2, 3)], [(7, 9)] * 14, [(20, 236)], [(20, 400)]]
 """Rows of a sample that shares no prefix, with a sample of two tokens, of many samples, full, and longer than all before."""
 
@@ -240,7 +248,7 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str, monkey
         "shared prefixes": {"shares_prefixes": True},
         "reference and teacher": {"reference_weights": checkpoint, "teacher_weights": checkpoint},
         "value model and teacher beside an adapter": {
-            "lora": LoraSettings(AdapterConfig(rank=4, alpha=64.0)),
+            "lora": LoraSettings(OF_TWO),
             "reference_weights": checkpoint,
             "teacher_weights": checkpoint,
             "critic": CriticSettings(checkpoint, OptimizerSettings(LearningRateSchedule(peak=1e-3))),
@@ -248,6 +256,8 @@ def test_a_warmed_up_trainer_compiles_nothing_more(checkpoint, case: str, monkey
     }
     if case == "value model and teacher beside an adapter":
         monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="eager"))
+    if case == "shared prefixes":
+        monkeypatch.setattr(torch, "compile", partial(COMPILE, backend=traced_for_gradients))
     worker = make_worker(checkpoint, capacity=Capacity(max_tokens=256), **settings[case])
     expected = [scores_and_gradients(worker, lengths) for lengths in LATER_ROWS]
     worker._learner.optimizer.zero_grad()

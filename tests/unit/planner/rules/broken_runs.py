@@ -1,8 +1,12 @@
 """Recipes with one mistake: for each rule of the planner at least one run that violates it and nothing else."""
 
-from fuligo.config.findings import Change
+import functools
+
+from fuligo.config.findings import Change, Finding
 from fuligo.models.architecture import Layer
 from fuligo.models.parts import mtp_layer
+from fuligo.planner.check import check
+from fuligo.planner.subject import Subject
 from tests.unit.planner.rules.recipe_runs import (
     DENSE,
     DRAFTS,
@@ -329,3 +333,12 @@ BROKEN: dict[str, tuple[Run, ...]] = {
     ),
 }
 """Rule -> runs that violate it."""
+CASES = [(rule, number) for rule, runs in BROKEN.items() for number in range(len(runs))]
+"""Rule and number of every run."""
+
+
+@functools.cache
+def checked(rule: str, number: int) -> tuple[Subject, tuple[Finding, ...]]:
+    """Return a run's subject and findings. Cached, because several tests look at them."""
+    subject = BROKEN[rule][number].subject()
+    return subject, check(subject)

@@ -9,7 +9,7 @@ from fuligo.config.findings import Rule
 from fuligo.planner.check import check
 from fuligo.planner.rules import RULES
 from fuligo.planner.rules.reference import reference
-from tests.unit.planner.rules.broken_runs import BROKEN
+from tests.unit.planner.rules.broken_runs import BROKEN, CASES, checked
 from tests.unit.planner.rules.recipe_runs import DENSE, DRAFTS, EXAMPLES, FP8, LARGE, MIXTURE, REDUNDANT, SPARSE, Run
 
 _IDS = [rule.id for rule in RULES]
@@ -31,10 +31,9 @@ def test_the_recipes_break_no_rule(recipe: str) -> None:
     assert check(Run(recipe).subject()) == ()
 
 
-@pytest.mark.parametrize(("rule", "run"), [(rule, run) for rule, runs in BROKEN.items() for run in runs])
-def test_only_the_broken_rule_is_found_and_its_fix_resolves_it(rule: str, run: Run) -> None:
-    subject = run.subject()
-    found = check(subject)
+@pytest.mark.parametrize(("rule", "number"), CASES)
+def test_only_the_broken_rule_is_found_and_its_fix_resolves_it(rule: str, number: int) -> None:
+    subject, found = checked(rule, number)
     assert {finding.id for finding in found} == {rule}
     for finding in found:
         assert finding.flags

@@ -95,8 +95,9 @@ test: ready
 test-main: install-dev
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow" $(BESIDE:%=--ignore %) --ignore tests/gpu
 
+# Collecting the tests of GPUs shows whether they can be imported; one process suffices.
 test-servers: install-sglang install-dev
-	.venv/bin/python -m pytest $(BESIDE) -m "not slow"
+	.venv/bin/python -m pytest $(BESIDE) tests/gpu -m "not slow and not gpu"
 
 test-verifiers: install-verifiers
 	.venv-verifiers/bin/python -m pytest -q tests/unit/environments/adapters/test_verifiers.py

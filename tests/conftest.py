@@ -1,9 +1,11 @@
 """Settings and fixtures of all tests."""
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Several processes share the cores of the machine, and OpenMP's threads spin while they wait for one another. torch reads this on import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all modules are imported
 
 import pytest
+from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -30,6 +33,25 @@ settings.register_profile(
     database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
 )
 settings.load_profile("fuligo")
+
+
+def attach_to_root(self: catching_logs[Any]) -> logging.Handler:
+    """Catch what reaches the root logger.
+
+    pytest also attaches its handlers, six times per test, to every logger that does not propagate. PyTorch has most of the ninety there are, and no
+    test reads them.
+    """
+    root = logging.getLogger()
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = root.level
+        root.setLevel(min(root.level, self.level))
+    root.addHandler(self.handler)
+    self.attached_loggers.append(root)
+    return self.handler
+
+
+catching_logs.__enter__ = attach_to_root
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="`mak
 CONFIGS: dict[str, dict[str, Any]] = {
     "leg_counting": {},
     "countdown": {},
-    "sudoku": {},
+    "sudoku": {"min_empty": 4, "max_empty": 8},
     "game_of_life": {"grid_size_x": 4, "grid_size_y": 4},
 }
 

@@ -136,7 +136,7 @@ lock: install-dev
 	.venv/bin/python scripts/lock.py
 
 types: install-dev
-	.venv/bin/basedpyright
+	.venv/bin/pyrefly check
 
 imports: install-dev
 	.venv/bin/lint-imports

@@ -67,7 +67,7 @@ def decoding(num_requests: int, length: int) -> None:
     slots, out, scale = torch.randperm(num_keys, device="cuda"), torch.empty_like(query), SIZE**-0.5
     sglang = None
     if find_spec("sglang") is not None:
-        from sglang.srt.layers.attention.triton_ops.decode_attention import (  # pyright: ignore[reportMissingImports]
+        from sglang.srt.layers.attention.triton_ops.decode_attention import (
             decode_attention_fwd,
         )
 

@@ -153,7 +153,7 @@ def build_worker(case: Case, kind: Callable[[Any, World], WorkerT]) -> WorkerT:
     settings = trainer_settings(case_config(case, []), DEVICE, initial_weights=model_directory(case), num_rollout=10)
     world = World()
     if settings.needs_process_group:
-        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
+        store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
         world = join_world(0, 1, DEVICE, store=store, key=None, timeout_s=600.0)
     return kind(settings, world)
 

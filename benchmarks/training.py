@@ -201,7 +201,7 @@ def measure_rank(name: str, options: argparse.Namespace) -> None:
     if case.backend == "megatron":
         from fuligo.trainer.megatron_backend.weights.load import load_hugging_face
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.TCPStore(
         os.environ["MASTER_ADDR"], options.port + 1, world_size=size, is_master=rank == 0, timeout=timedelta(seconds=DISTRIBUTED_TIMEOUT_S)
     )
     world = join_world(rank, size, DEVICE, store=store, key=None, timeout_s=DISTRIBUTED_TIMEOUT_S)

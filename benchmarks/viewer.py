@@ -155,7 +155,7 @@ def show(pid: int, what: str, address: str, *paths: str) -> None:
 
 def memory_mib(pid: int) -> float:
     text = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # pyright: ignore[reportOptionalSubscript]
+    return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024
 
 
 def measure(path: Path, num_steps: int) -> None:

@@ -33,7 +33,7 @@ import torch
 from rollout_waves import fleet
 from safetensors.torch import load_file
 from synthetic_rollout import ASSETS
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.group import EngineGroup
@@ -161,7 +161,7 @@ def timed_calls() -> Iterator[dict[str, float]]:
         finally:
             took[path] = max(took.get(path, 0.0), time.perf_counter() - start_s)
 
-    EngineClient._call = timed  # pyright: ignore[reportAttributeAccessIssue]
+    EngineClient._call = timed
     try:
         yield took
     finally:

@@ -50,7 +50,7 @@ def merging_tokenizer(gguf: Path, model: Any) -> Any:
 
     transformers 5.12.1 treats the scores as those of a unigram model, which splits words into letters, and adds no <bos>.
     """
-    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+    from gguf import GGUFReader
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -127,7 +127,7 @@ def convert(gguf: Path, source: Source, output: Path) -> None:
 
     dense: Any = {}
     if hasattr(transformers, "GgufConfig"):  # later versions keep GGUF weights in 4 bits and cannot save such a model
-        dense = {"quantization_config": transformers.GgufConfig(dequantize=True)}  # pyright: ignore[reportAttributeAccessIssue]
+        dense = {"quantization_config": transformers.GgufConfig(dequantize=True)}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dense)
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)

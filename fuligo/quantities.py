@@ -61,4 +61,5 @@ def as_typed(changes: Iterable[str]) -> str:
     """Join suggested changes: flags to add first, ready to paste, then the others: `--colocate --rollout-num-gpus 8; drop --lr`."""
     texts = list(changes)
     added = " ".join(text for text in texts if text.startswith("--"))
-    return "; ".join(filter(None, [added, *(text for text in texts if not text.startswith("--"))]))
+    parts = [added, *(text for text in texts if not text.startswith("--"))]
+    return "; ".join(part for part in parts if part)

@@ -53,7 +53,7 @@ def draw(browser: Browser, picture: Picture) -> None:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "plan.html"
         cli.main(["plan", "--config", str(EXAMPLES / picture.config), "--html", str(file)])
-        page = browser.new_page(viewport={"width": WIDTH, "height": 3000}, color_scheme=picture.scheme)  # pyright: ignore[reportArgumentType]
+        page = browser.new_page(viewport={"width": WIDTH, "height": 3000}, color_scheme=picture.scheme)
         page.goto(file.as_uri())
         page.locator(f"input[value={picture.color_by}] + span").click()
         page.locator(f'[data-index="{picture.gpu}"]').click()

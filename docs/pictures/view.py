@@ -72,7 +72,7 @@ def served(run: Path) -> Iterator[str]:
 
 
 def draw(browser: Browser, address: str, picture: Picture) -> None:
-    page = browser.new_page(viewport={"width": WIDTH, "height": picture.height}, color_scheme=picture.scheme)  # pyright: ignore[reportArgumentType]
+    page = browser.new_page(viewport={"width": WIDTH, "height": picture.height}, color_scheme=picture.scheme)
     page.goto(f"{address}#{picture.fragment}")
     page.locator(picture.sign).first.wait_for()
     page.wait_for_timeout(2500)  # all files are read, the last curves drawn

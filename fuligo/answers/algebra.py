@@ -57,7 +57,7 @@ def _parsed(text: str) -> Any:
         return Rational(number.value.numerator, number.value.denominator)
     try:
         parsed: Any = latex2sympy(text, is_real=False, convert_degrees=False, normalization_config=None)
-    except (Exception, RecursionError):
+    except Exception:
         return None
     if not hasattr(parsed, "free_symbols"):
         return None
@@ -88,7 +88,7 @@ def _equal_values(first: str, left: Any, second: str, right: Any) -> bool:
         if verdict is False:
             break
     if not known:
-        return simplify(left - right) == 0
+        return simplify(left - right) == 0  # pyrefly: ignore[unsupported-operation]
     if all(known):
         return True
     return not symbols and _rounded(first, left, second, right)
@@ -124,9 +124,8 @@ def _equal_at(point: dict[str, Any], left: Any, right: Any) -> bool | None:
 def _close(first: Any, second: Any) -> bool:
     if first.is_Rational and second.is_Rational:
         return first == second
-    return abs(first - second) <= Rational(_TOLERANCE.numerator, _TOLERANCE.denominator) * max(
-        1 if not first or not second else 0, abs(first), abs(second)
-    )
+    tolerance: Any = Rational(_TOLERANCE.numerator, _TOLERANCE.denominator)
+    return abs(first - second) <= tolerance * max(1 if not first or not second else 0, abs(first), abs(second))
 
 
 def _value(expression: Any, point: dict[str, Any]) -> tuple[Any, Any] | None:

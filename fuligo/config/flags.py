@@ -124,8 +124,8 @@ def _describe(name: str, group: str, field: FieldInfo) -> Flag:
         bounds=" and ".join(f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in _BOUNDS.items() if hasattr(m, key)),
         default=field.default,
         doc=field.description,
-        unit=extra["unit"],  # pyright: ignore[reportArgumentType]
-        source=extra["source"],  # pyright: ignore[reportArgumentType]
+        unit=extra["unit"],  # pyrefly: ignore[bad-argument-type]
+        source=extra["source"],  # pyrefly: ignore[bad-argument-type]
         is_path=bool(extra["path"]),
     )
 

@@ -88,7 +88,7 @@ class PassThrough:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other._values == self._values
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __hash__ = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._values!r})"

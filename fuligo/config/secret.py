@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self, overload
+from typing import Annotated, Any, Self, TypeVar, overload
 
 from pydantic import BeforeValidator, GetCoreSchemaHandler, SerializationInfo, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from fuligo.errors import ConfigError
 
+T = TypeVar("T")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SECRET_OPTION = re.compile(r"(^|_)(api_keys?|password|passwd|secret|db_url|redis_url|wandb_key|(hf|auth|access)_token)(_\d+)?$")
 _SECRET_VARIABLE = re.compile(r"(^|_)(API_?KEYS?|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
@@ -73,8 +74,8 @@ def protect(text: str, variable: str, *, always: bool = False) -> str | Secret:
     return Secret(variable, text) if always or hide_credentials(text) != text else text
 
 
-def reveal(value: str | Secret) -> str:
-    """Return the text of a value that may be secret."""
+def reveal(value: T | Secret) -> T | str:
+    """Return the text of a secret, and any other value as it is."""
     return value.reveal() if isinstance(value, Secret) else value
 
 
@@ -154,7 +155,7 @@ class Environment:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mapping | Environment) and Environment().merged(other)._values == self._values
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __hash__ = None
 
     def __repr__(self) -> str:
         return f"Environment({self.shown()!r})"

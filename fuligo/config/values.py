@@ -52,7 +52,7 @@ def _value(node: ast.expr) -> int | list[int]:
         case ast.List(elts=items):
             numbers = [_value(item) for item in items]
             if all(isinstance(number, int) for number in numbers):
-                return numbers  # pyright: ignore[reportReturnType]
+                return numbers  # pyrefly: ignore[bad-return]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             first, second = _value(left), _value(right)
             if isinstance(first, list) and isinstance(second, list) and len(first) + len(second) <= _MAX_LAYERS:

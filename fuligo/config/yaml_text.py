@@ -86,7 +86,7 @@ def yaml_problem(error: Exception) -> str:
 
 
 def _too_deep(place: yaml.Event | yaml.Node) -> yaml.YAMLError:
-    return yaml.MarkedYAMLError(problem=f"values are nested more than {MAX_DEPTH} deep", problem_mark=place.start_mark)
+    return yaml.MarkedYAMLError(problem=f"values are nested more than {MAX_DEPTH} deep", problem_mark=place.start_mark)  # pyrefly: ignore[bad-argument-type]
 
 
 def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:

@@ -150,7 +150,7 @@ def _classifier(model: Path, source: Path) -> str:
             f"cannot export the value model: transformers {version('transformers')} has no token classifier for model_type {model_type}; "
             f"use {source} directly with --critic-load"
         )
-    return str(found)
+    return found
 
 
 class _Classifier:

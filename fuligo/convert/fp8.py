@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -122,12 +122,12 @@ def _pieces(shard: Shard, source: Path, stop: threading.Event) -> Iterator[Piece
                 yield piece
 
 
-def _copied(tensor: TargetTensor, place: int, file: BinaryIO) -> Iterator[Piece]:
+def _copied(tensor: TargetTensor, place: int, file: BufferedReader) -> Iterator[Piece]:
     for start in range(tensor.start, tensor.end, _CHUNK_BYTES):
         yield place + start - tensor.start, _read(file, start, min(_CHUNK_BYTES, tensor.end - start))
 
 
-def _quantized(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BinaryIO) -> Iterator[Piece]:
+def _quantized(tensor: TargetTensor, shard: Shard, places: dict[str, int], file: BufferedReader) -> Iterator[Piece]:
     """Yield the values and scales of a tensor, quantized in whole blocks of rows; a per-tensor scale needs a first pass over the tensor."""
     quantization = shard.quantization
     values_place, scales_place = places[tensor.name], places[quantization.scale_name(tensor.name)]
@@ -148,7 +148,7 @@ def _quantized(tensor: TargetTensor, shard: Shard, places: dict[str, int], file:
         raise CheckpointError(f"cannot quantize {tensor.name} in {file.name}: {error}; use a checkpoint with finite weights") from None
 
 
-def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor]:
+def _rows(tensor: TargetTensor, shard: Shard, file: BufferedReader) -> Iterator[Tensor]:
     height, width = tensor.shape
     row_bytes = width * tensor.itemsize
     block_rows = 1 if shard.quantization.block_size is None else shard.quantization.block_size[0]
@@ -159,10 +159,10 @@ def _rows(tensor: TargetTensor, shard: Shard, file: BinaryIO) -> Iterator[Tensor
         yield torch.frombuffer(data, dtype=DTYPES[tensor.source.dtype]).view(count, width)
 
 
-def _read(file: BinaryIO, start: int, num_bytes: int) -> bytearray:
+def _read(file: BufferedReader, start: int, num_bytes: int) -> bytearray:
     data = bytearray(num_bytes)
     file.seek(start)
-    if file.readinto(data) != num_bytes:  # type: ignore[attr-defined]
+    if file.readinto(data) != num_bytes:
         raise CheckpointError(f"cannot read {file.name}: it became shorter while it was being read; repeat the command")
     return data
 

@@ -109,7 +109,7 @@ class AssistantTurns:
             changed = self.template.transcript(other, self.tools)
             start = _num_equal(whole, changed)
             end = len(whole) - _num_equal(whole[start:][::-1], changed[start:][::-1])
-            special = [token.content for token in self.tokenizer.added_tokens_decoder.values()]  # pyright: ignore[reportAttributeAccessIssue]
+            special = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
             after = [text for text in special if whole.startswith(text, end) and closed.rstrip().endswith(text)]
             spans.append((start, end + max(map(len, after), default=0)))
         return spans
@@ -176,7 +176,7 @@ class AssistantTurns:
 
     def _without_tail(self, turn: list[int]) -> list[Segment]:
         """Split off the text after the token that ends the turn (a newline), which is never sampled and so not trained on."""
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         ends = [position for position, token in enumerate(turn) if token in special]
         tail = turn[ends[-1] + 1 :] if ends else []
         if not tail or str(self.tokenizer.decode(tail)).strip():

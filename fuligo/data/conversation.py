@@ -120,4 +120,4 @@ def _plain_segments(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> list[
         raise DataError("the tokenizer has no end-of-text token to end the answer; use chat messages with --apply-chat-template")
     assert isinstance(fields.prompt, str)
     answer = rendered_ids(tokenizer, str(fields.label))
-    return [(plain_ids(tokenizer, fields.prompt), False), ([*answer, int(tokenizer.eos_token_id)], True)]  # pyright: ignore[reportArgumentType]
+    return [(plain_ids(tokenizer, fields.prompt), False), ([*answer, int(tokenizer.eos_token_id)], True)]

@@ -70,7 +70,7 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: list[Any] | None, arguments: dict[str, Any]) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **arguments})  # pyright: ignore[reportArgumentType]
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **arguments})  # pyrefly: ignore[bad-argument-type]
         except Exception as error:  # a template may raise any exception
             raise DataError(f"the chat template rejects the messages: {type(error).__name__}: {error}") from error
 
@@ -86,7 +86,7 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         and backend.encode_special_tokens == tokenizer.split_special_tokens
     ):
         return backend.encode(text, add_special_tokens=False).ids
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -128,8 +128,8 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenize text without a template, with one beginning-of-text token if the tokenizer adds it."""
     ids = rendered_ids(tokenizer, text)
     bos = tokenizer.bos_token_id
-    begins_with_bos = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]  # pyright: ignore[reportArgumentType]
-    return [bos, *ids] if begins_with_bos and ids[:1] != [bos] else ids  # pyright: ignore[reportReturnType]
+    begins_with_bos = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]
+    return [bos, *ids] if begins_with_bos and ids[:1] != [bos] else ids
 
 
 def as_ids(ids: list[int]) -> IntArray:

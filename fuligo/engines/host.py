@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from fuligo.errors import EngineError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import TCPStore
 
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def reachable_by_others(host: str) -> Iterator[None]:
 
 def listening_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
     """Open a TCPStore on a `listening_socket`; a plain one listens on every interface. `timeout` limits waits for a key."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import TCPStore
 
     listener = listening_socket(host, port)
     port = listener.getsockname()[1]

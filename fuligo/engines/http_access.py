@@ -36,7 +36,7 @@ class QuietServer(uvicorn.Server):
                 app,
                 interface="asgi3",
                 loop="none",
-                http=partial(Connection, strangers),  # pyright: ignore[reportArgumentType] - called like a class
+                http=partial(Connection, strangers),  # pyrefly: ignore[bad-argument-type] - called like a class
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
@@ -141,7 +141,7 @@ class Connection(HttpToolsProtocol):
         self._strangers = strangers
         self._num_bytes = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as its parent
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._strangers.add(self)
 
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.scope[_ENTRY] = self  # pyright: ignore[reportGeneralTypeIssues] - read only by `admit`
+        self.scope[_ENTRY] = self  # pyrefly: ignore[bad-typed-dict-key] - read only by `admit`
 
     def abort(self) -> None:
         """Close the connection without an answer."""

@@ -205,7 +205,7 @@ class Renderer:
         if "<" not in text and self.format.is_tagged and self._schema is self.format.schema:
             return None, text.strip(), (), ()
         try:
-            parsed: dict[str, Any] = self._tokenizer.parse_response(text, schema=self._schema) or {}  # pyright: ignore[reportAssignmentType]
+            parsed: dict[str, Any] = self._tokenizer.parse_response(text, schema=self._schema) or {}  # pyrefly: ignore[bad-assignment]
         except (ValueError, TypeError, RecursionError) as error:  # the tokenizer's schema may require valid JSON
             parsed = {"tool_calls": [f"{error}"], "reasoning_content": found[1] if (found := re.match(THINKING, text, re.DOTALL)) else None}
         reasoning = next((parsed[key] for key in _REASONING_KEYS if parsed.get(key) is not None), None)

@@ -114,7 +114,7 @@ class AdapterConfig:
     def from_json(cls, text: str) -> Self:
         """Return the configuration that `to_json` wrote."""
         fields = json.loads(text)
-        return cls(**{**fields, "target_modules": tuple(fields["target_modules"])})
+        return cls(**(fields | {"target_modules": tuple(fields["target_modules"])}))
 
     @classmethod
     def read(cls, directory: Path) -> Self:

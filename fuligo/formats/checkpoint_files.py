@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ def checkpoint_weights(
 
     If `experts` is `WHOLE`, none are split; `MIXTRAL` also renames routers and experts.
     """
-    renamed = mixtral_name if experts is StoredExperts.MIXTRAL else str
+    renamed: Callable[[str], str] = mixtral_name if experts is StoredExperts.MIXTRAL else str
     for name, weight in named_weights:
         parts = [] if experts is StoredExperts.WHOLE else expert_parts(name, tuple(weight.shape))
         if not parts:

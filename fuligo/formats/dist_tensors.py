@@ -176,7 +176,7 @@ def _counts(values: Any) -> tuple[int, ...]:
     return values
 
 
-class _MetadataUnpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
+class _MetadataUnpickler(pickle._Unpickler):
     """Unpickler restricted to the plain data classes of `torch.distributed.checkpoint` metadata.
 
     It extends Python's unpickler, not the one in C, which is about three times as fast, but allocates 32 GiB for a nine-byte pickle that

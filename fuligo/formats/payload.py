@@ -192,7 +192,7 @@ class _Pages:
                 # Without reserved pages, a write through the mapping would kill the process where shared memory is full.
                 os.posix_fallocate(file.descriptor, 0, num_bytes)
             content = torch.UntypedStorage.from_file(file.path, True, num_bytes)
-            flat = torch.empty(0, dtype=torch.uint8).set_(content)  # pyright: ignore[reportArgumentType]
+            flat = torch.empty(0, dtype=torch.uint8).set_(content)  # pyrefly: ignore[bad-argument-type]
             if is_pinned:
                 cuda: Any = torch.cuda.cudart()
                 if int(cuda.cudaHostRegister(flat.data_ptr(), num_bytes, 0)) == 0:

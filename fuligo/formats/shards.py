@@ -141,14 +141,15 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory, **options)
-        self.fs = _Files()
+        self._files = _Files()
+        self.fs = self._files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         finally:
-            if self.fs.errors:
-                raise self.fs.errors[0]
+            if self._files.errors:
+                raise self._files.errors[0]
 
 
 class _Files(FileSystem):

@@ -52,7 +52,7 @@ class RunProcess:
         with suppress(OSError):  # the run has ended; its exit code is reported
             self.control.send_bytes(pickle.dumps(message))
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
@@ -75,12 +75,12 @@ async def run_many(configs: Mapping[str, Config], logs: Path, *, resume: bool = 
                 codes = await asyncio.shield(ends)
             except asyncio.CancelledError:
                 for run in runs:
-                    run.signal(signal.SIGINT)
+                    run.send_signal(signal.SIGINT)
                 await ends
                 raise
             except FuligoError:
                 for run in runs:
-                    run.signal(signal.SIGKILL)
+                    run.send_signal(signal.SIGKILL)
                 await ends
                 raise
         _require_success(dict(zip(configs, codes, strict=True)), is_terminated=bool(received))
@@ -134,7 +134,7 @@ async def _start(name: str, config: Config, options: Sequence[str], trainer: Sha
         )
     run = RunProcess(name, process, Connection(control.detach()), output, errors)
     stack.callback(run.control.close)
-    stack.callback(run.signal, signal.SIGKILL)
+    stack.callback(run.send_signal, signal.SIGKILL)
     run.send(config)
     lent = Connection(commands.detach())
     executor = trainer.executor()
@@ -209,7 +209,7 @@ def _signals_passed_to(runs: Sequence[RunProcess]) -> Iterator[list[signal.Signa
     def pass_on() -> None:
         received.append(signal.SIGTERM)
         for run in runs:
-            run.signal(signal.SIGTERM)
+            run.send_signal(signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():  # other threads cannot handle signals
         yield received

@@ -97,7 +97,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, *, seed: int) -> 
         inject_adapter_in_model(added, parts, NAME)
         if config.adapts_experts:
             add_experts_adapter(model, config)
-    model.peft_config = {NAME: stored}  # pyright: ignore[reportAttributeAccessIssue]
+    model.peft_config = {NAME: stored}  # pyrefly: ignore[bad-assignment]
     set_dropout(model, on=False)
 
 
@@ -245,7 +245,7 @@ def _peft_config(config: AdapterConfig, layers: list[str], excluded: str | None)
 
     return LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides it, a fraction works
+        lora_alpha=config.alpha,  # pyrefly: ignore[bad-argument-type]  # PEFT divides it, a fraction works
         lora_dropout=config.dropout,
         target_modules=layers,
         exclude_modules=excluded,

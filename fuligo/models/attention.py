@@ -127,7 +127,7 @@ def varlen_attention(
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if query.size(1) != key.size(1) and TORCH_ASKS_FOR_GQA:
         options["enable_gqa"] = True
-    return varlen_attn(query, key, value, row.starts, row.starts, longest, longest, **options)  # pyright: ignore[reportReturnType]  # no aux asked for
+    return varlen_attn(query, key, value, row.starts, row.starts, longest, longest, **options)  # pyrefly: ignore[bad-return]  # no aux asked for
 
 
 @functools.lru_cache(maxsize=64)

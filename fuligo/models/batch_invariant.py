@@ -126,7 +126,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         rows = grad.flatten(0, -2).to(weight.dtype)
@@ -170,7 +170,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyrefly: ignore[bad-override]
         if grad.is_cuda:
             x, weight, inverse_rms = ctx.saved_tensors
             wanted = list(ctx.needs_input_grad[:2])
@@ -200,7 +200,7 @@ class _Silu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad, x)
 
@@ -221,7 +221,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         (shares,) = ctx.saved_tensors
         weighted = grad * shares
         return weighted - shares * weighted.sum(-1, keepdim=True)
@@ -329,7 +329,7 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         with torch.enable_grad():
             query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
             ordinary = packed_attention(query, key, value, ctx.cu_seqlens, scale=ctx.scale)

@@ -50,7 +50,7 @@ def _forward(self: nn.Linear, x: Tensor) -> Tensor:
     if _takes(x, self.weight, num_rows=x.shape[:-1].numel()):
         if not torch.is_grad_enabled():  # a call of an autograd function takes as long as the product of a few rows
             return _product(x, self.weight, self.bias)
-        return _Linear.apply(x, self.weight, self.bias)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, self.weight, self.bias)
     return F.linear(x, self.weight, self.bias)
 
 
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         grad_x = product(rows, weight.t()).view_as(x) if ctx.needs_input_grad[0] else None

@@ -34,7 +34,7 @@ def load_tokenizer(path: str | Path, *, runs_its_code: bool) -> PreTrainedTokeni
     if not runs_its_code and _is_code_alone(Path(path)):
         raise _needs_code(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=runs_its_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=runs_its_code)  # pyrefly: ignore[bad-return]
     except Exception as error:  # the tokenizers library raises plain Exception, and the directory's code may raise anything
         if not runs_its_code and "trust_remote_code" in str(error):
             raise _needs_code(path) from None

@@ -81,7 +81,7 @@ def _lacks_kernels(module: Any) -> str | None:
     """Return why a layer cannot use flash-linear-attention on this machine's GPUs, and the fix; None if it can."""
     if not is_kernel(module.chunk_gated_delta_rule):
         return "transformers does not find flash-linear-attention; pip install flash-linear-attention causal-conv1d"
-    import triton  # pyright: ignore[reportMissingImports]
+    import triton
 
     number = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
     # Triton's gradients are wrong with these versions (fla-org/flash-linear-attention#640): the backward pass raises, or uses tilelang.

@@ -36,7 +36,7 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
         rows = (each.flatten(0, -2).contiguous() for each in (*ctx.saved_tensors, grad))
         of_gate, of_up = kernels().swiglu_backward(*rows)
         return of_gate.view(grad.shape), of_up.view(grad.shape)
@@ -56,7 +56,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
         cos, sin = ctx.saved_tensors
         rows = torch.arange(len(grad), device=grad.device)
         return kernels().rotate(grad.contiguous(), rows, cos, sin, backward=True), None, None
@@ -88,7 +88,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
         logits, chosen = ctx.saved_tensors
         with torch.enable_grad():
             inputs = logits.detach().requires_grad_()
@@ -118,7 +118,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, gate_up, down, weights, starts, tokens, places, hidden = ctx.saved_tensors
         of_x, of_gate_up, of_down, of_weights = ctx.needs_input_grad[:4]
         ends = starts[1:]

@@ -8,8 +8,6 @@ choices.
 No call waits for the GPU, and all shapes follow from the number of tokens, so that CUDA graphs can capture these calls.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-
 from collections.abc import Callable
 from typing import NamedTuple
 

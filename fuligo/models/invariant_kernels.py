@@ -6,8 +6,6 @@ from the start of the sequence, logits from the first token. Masked terms are ex
 program computes a row. All tiles have at least 64 rows, since smaller ones use other tensor-core instructions.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-
 import functools
 from typing import NamedTuple
 

@@ -69,7 +69,7 @@ def speed_up_rms_norms(model: nn.Module) -> int:
     changed = 0
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and _is_plain(module):
-            module._plain_forward = module.forward  # pyright: ignore[reportArgumentType]  # a bound method, not a parameter
+            module._plain_forward = module.forward  # pyrefly: ignore[bad-argument-type]  # a bound method, not a parameter
             module.forward = MethodType(_forward, module)
             changed += 1
     return changed
@@ -81,7 +81,7 @@ def _is_plain(module: nn.Module) -> bool:
     if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.dtype != torch.float32 or weight.is_cuda or not isinstance(eps, float):
         return False
     x = torch.linspace(-2.0, 3.0, 3 * len(weight)).view(3, -1)
-    return torch.allclose(module(x), _RmsNorm.apply(x, weight, eps), rtol=TOLERANCE, atol=TOLERANCE)  # pyright: ignore[reportArgumentType]
+    return torch.allclose(module(x), _RmsNorm.apply(x, weight, eps), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
         return self._plain_forward(hidden_states)
     if not torch.is_grad_enabled():  # a call of an autograd function takes as long as the arithmetic of a few rows
         return _normed(hidden_states, self.variance_epsilon)[0].mul_(self.weight)
-    return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # pyright: ignore[reportReturnType]
+    return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyrefly: ignore[bad-override]
         normed, weight, inverse_rms = ctx.saved_tensors
         buffer = grad * normed  # allocation costs more than arithmetic, so one buffer is reused below
         grad_weight = buffer.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None

@@ -222,7 +222,7 @@ def _dtype(base: QuantizedBase) -> torch.dtype:
 def _bitsandbytes() -> Any:
     """Import bitsandbytes without its log line about a missing CPU kernel, which fuligo does not use."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    from bitsandbytes import functional  # pyright: ignore[reportMissingImports]  # an extra
+    from bitsandbytes import functional  # an extra
 
     return functional
 

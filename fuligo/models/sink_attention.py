@@ -104,7 +104,7 @@ class _FlashWithSinks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:  # pyrefly: ignore[bad-override]
         query, key, value, sinks, out, total = ctx.saved_tensors
         gradients = ctx.kernel.backward(grad, query, key, value, out, total)
         weights = (sinks.to(total.dtype) - total).exp()

@@ -91,7 +91,7 @@ class _PathAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         query, key, value, out, log_sum_exp, starts, path_starts, path_tokens = ctx.saved_tensors
         kernel = VarlenKernel(starts, path_starts, ctx.longest, ctx.longest_path, ctx.scale, ctx.window)
         keys, values = key.index_select(0, path_tokens), value.index_select(0, path_tokens)
@@ -115,7 +115,7 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         (rows,) = ctx.saved_tensors
         return _add_rows(grad, rows, ctx.num_rows), None
 
@@ -202,7 +202,7 @@ class _InvariantTree(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         with torch.enable_grad():
             query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
             ordinary = varlen_tree_attention(query, key, value, ctx.row, scale=ctx.scale)

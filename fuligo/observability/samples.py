@@ -178,8 +178,8 @@ def write_table(path: Path, table: pa.Table) -> None:
                 unfinished,
                 table.schema,
                 compression="zstd",
-                use_dictionary=dictionaries,  # pyright: ignore[reportArgumentType] names are accepted, but the annotation says bool
-                write_statistics=[name for name in _IN_FOOTER if name.partition(".")[0] in table.schema.names],  # pyright: ignore[reportArgumentType]
+                use_dictionary=dictionaries,
+                write_statistics=[name for name in _IN_FOOTER if name.partition(".")[0] in table.schema.names],
             ) as writer:
                 for start in range(0, table.num_rows, ROWS_PER_GROUP):
                     for rows in _bounded(table.slice(start, ROWS_PER_GROUP)):
@@ -231,7 +231,7 @@ def _scalar_reward(sample: Sample, reward_key: str | None) -> float | None:
 
 def _reward_parts(sample: Sample) -> list[tuple[str, float]] | None:
     """Return the parts of the reward (`PARTS`); None if it is a single number."""
-    given = sample.reward if isinstance(sample.reward, dict) else {}
+    given: dict[Any, Any] = sample.reward if isinstance(sample.reward, dict) else {}
     numbers = {str(name): value for name, value in given.items() if isinstance(value, Real)}
     numbers |= {name: value for name, value in sample.metrics.items() if name.startswith("reward_")}
     parts: list[tuple[str, float]] = []
@@ -282,7 +282,7 @@ def _storable(value: Any, depth: int) -> Any:
     match value:
         case bool() | float() | None:
             return value
-        case int():
+        case int():  # pyrefly: ignore[unreachable-match-case]  # `float()` does not match integers
             return value if -(2**63) <= value < 2**64 else str(value) if value.bit_length() < _DECIMAL_BITS else hex(value)
         case str():
             return value.encode(errors="backslashreplace").decode()

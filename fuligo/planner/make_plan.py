@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fuligo.config import Config
 from fuligo.config.findings import Finding, Severity, errors_first
@@ -68,7 +69,7 @@ def make_plan(
         problems = (Finding(LAYOUT, Severity.ERROR, problem, ()) for problem in error.problems)
         return replace(plan, findings=errors_first((*problems, *findings)))
     found = () if numbers.fits else remedies(subject, host_memory_bytes)
-    fix = {"fix": found[0].changes} if found else {"advice": NO_REMEDY}
+    fix: dict[str, Any] = {"fix": found[0].changes} if found else {"advice": NO_REMEDY}
     memory = memory_findings(subject, numbers, host_memory_given=host_memory_bytes is not None)
     return replace(
         plan,

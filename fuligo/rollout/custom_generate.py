@@ -39,7 +39,7 @@ async def continue_sample(sample: Sample, sampling_params: dict[str, Any]) -> Sa
     truncated, failed, or aborted. With --partial-rollout or --async-mode full, the function is called again with an aborted sample.
     """
     generate, params = _default.get()
-    known = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling_params.items()}
+    known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling_params.items()}
     result = await generate(sample, replace(params, **known))
     assert isinstance(result, Sample)
     return result

@@ -142,7 +142,7 @@ def _episode(text: str | None) -> Episode | None:
     if text is None:
         return None
     fields = json.loads(text)
-    turns = [Turn(**{**turn, "tools": [ToolUse(**use) for use in turn["tools"]]}) for turn in fields.pop("turns")]
+    turns = [Turn(**(turn | {"tools": [ToolUse(**use) for use in turn["tools"]]})) for turn in fields.pop("turns")]
     branches = []
     for branch in fields.pop("branches"):
         arrays: dict[str, Any] = {name: data and np.load(io.BytesIO(b64decode(data)), allow_pickle=False) for name, data in branch.items()}

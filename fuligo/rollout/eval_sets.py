@@ -140,7 +140,7 @@ def _read(path: Path) -> list[EvalSetSpec]:
     return [spec for spec in specs if spec is not None]
 
 
-def _spec(entry: dict[str, Any], place: str, problems: list[str]) -> EvalSetSpec | None:
+def _spec(entry: dict[Any, Any], place: str, problems: list[str]) -> EvalSetSpec | None:
     known = EvalSetSpec.model_fields
     if unknown := [str(key) for key in entry if key not in known]:
         problems += [f"{place}: unknown key {key}{did_you_mean(nearest(key, known))}" for key in unknown]

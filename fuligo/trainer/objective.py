@@ -8,7 +8,7 @@ and ranks are added, never averaged.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -155,7 +155,8 @@ def _trained(inputs: LossInputs) -> LossInputs:
     mask = inputs.loss_mask != 0
     names = ("logprobs", "entropy", "advantages", "weights", "engine_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
     given = {name: values for name in names if (values := getattr(inputs, name)) is not None}
-    return replace(inputs, **{name: torch.where(mask, values, 0.0) for name, values in given.items()})
+    masked: dict[str, Any] = {name: torch.where(mask, values, 0.0) for name, values in given.items()}
+    return replace(inputs, **masked)
 
 
 def _policy_loss(inputs: LossInputs, settings: LossSettings) -> Objective:

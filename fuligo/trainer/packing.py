@@ -69,7 +69,7 @@ class _Unit:
     def halves(self, lengths: Sequence[int]) -> tuple["_Unit", "_Unit"]:
         middle = len(self.samples) // 2
         first, second = slice(None, middle), slice(middle, None)
-        return tuple(_Unit.of(self.samples[half], self.shared[half], lengths) for half in (first, second))  # pyright: ignore[reportReturnType]
+        return tuple(_Unit.of(self.samples[half], self.shared[half], lengths) for half in (first, second))  # pyrefly: ignore[bad-return]
 
 
 @dataclass(slots=True)

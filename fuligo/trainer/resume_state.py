@@ -68,7 +68,7 @@ class Counters:
             raise CheckpointError(f"cannot read {file}: {reason}; the checkpoint is damaged, load another") from error
 
 
-def _progress(fields: dict[str, int]) -> Progress:
+def _progress(fields: dict[str, Any]) -> Progress:
     # Checkpoints of older versions have no count of skipped steps.
     return Progress(int(fields["num_optimizer_steps"]), int(fields["num_rollouts"]), int(fields.get("num_skipped_steps", 0)))
 

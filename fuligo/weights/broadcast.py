@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from fuligo.engines.connection import DEFAULT
@@ -122,7 +122,7 @@ class BroadcastGroup:
                     [],
                     dist.Backend(backend),
                     PrefixStore(self.name, store),
-                    group_name=self.name,  # pyright: ignore[reportArgumentType]  # SGLang also passes a plain string
+                    group_name=self.name,  # pyrefly: ignore[bad-argument-type]  # SGLang also passes a plain string
                     timeout=TIMEOUT,
                 )
             assert isinstance(group, dist.ProcessGroup)

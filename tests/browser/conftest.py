@@ -82,7 +82,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     pages: list[Page] = []
 
     def open_it(address: str, width: int = 1280, scheme: str = "light") -> Page:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # pyright: ignore[reportArgumentType]
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.set_default_timeout(DEADLINE_MS)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -84,7 +84,7 @@ def test_prompts_are_sorted_and_lead_to_their_samples(open_view: OpenPage) -> No
     page.get_by_role("button", name="Pass rate").click()
     assert "order=-pass_rate" in page.url
     expect(page.locator("th[aria-sort=descending]")).to_contain_text("Pass rate ↓")
-    assert page.locator(".spark").first.get_attribute("aria-label").startswith("step 0: ")  # pyright: ignore[reportOptionalMemberAccess]
+    assert page.locator(".spark").first.get_attribute("aria-label").startswith("step 0: ")
     rows.filter(has_text=PROMPTS[1]).get_by_role("button").click()
     found(page, NUM_SAMPLES // len(PROMPTS))
     expect(page.locator(".line-prompt").first).to_have_text(PROMPTS[1])

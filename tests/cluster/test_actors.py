@@ -106,7 +106,7 @@ async def test_a_rank_gets_its_replicas_samples_and_reads_them_in_the_object_sto
         num_ranks=LAYOUT.num_ranks,
     )
     actors = [ray.remote(ListeningRank).options(num_cpus=0).remote() for _ in range(settings.num_ranks)]
-    trainer = RankedTrainer(settings, None)  # pyright: ignore[reportArgumentType]  # they run already
+    trainer = RankedTrainer(settings, None)  # they run already
     trainer.ranks = [ActorRank(rank, "here", actor, tmp_path / "log.txt") for rank, actor in enumerate(actors)]
     samples = train_batches.samples([(4, 30)] * 16)
     scored = await trainer.score(samples)

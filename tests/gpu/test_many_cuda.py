@@ -45,7 +45,7 @@ def test_a_second_run_takes_memory_for_its_adapter_only(trainer: SharedTrainer, 
     settings = TorchTrainerSettings(checkpoint, checkpoint, optimizer, lora=lora, device="cuda", precision=precision)
     executors = [trainer.executor() for _ in range(2)]
     run(executors[0], call_rank(Rank.load, settings, None))
-    base = sum(tensor.nbytes for tensor in base_tensors(executors[0].rank.worker.policy.model).values())  # pyright: ignore[reportAttributeAccessIssue]
+    base = sum(tensor.nbytes for tensor in base_tensors(executors[0].rank.worker.policy.model).values())
     before = torch.cuda.memory_allocated()
     run(executors[1], call_rank(Rank.load, settings, None))
     assert torch.cuda.memory_allocated() - before < 0.3 * base

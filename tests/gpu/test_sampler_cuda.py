@@ -9,7 +9,7 @@ from fuligo.engines.sglang.server import SAMPLER_PLUGIN
 
 pytest.importorskip("triton")
 sys.path.append(str(SAMPLER_PLUGIN))
-import fuligo_draw  # pyright: ignore[reportMissingImports]
+import fuligo_draw
 
 
 @pytest.mark.parametrize("num_logits", [151_936, 49_152, 1000, 262_145])

@@ -3,8 +3,6 @@
 For an interpreter with triton, such as SGLang's.
 """
 
-# pyright: reportMissingImports=false
-
 import re
 import sys
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ from triton.compiler import ASTSource
 
 sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
-import fuligo_draw  # pyright: ignore[reportMissingImports]
+import fuligo_draw
 
 from fuligo.models import invariant_expert_kernels, invariant_kernels
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
-import fuligo_draw  # pyright: ignore[reportMissingImports]
+import fuligo_draw
 
 ROWS = 160
 torch.manual_seed(0)

@@ -6,8 +6,6 @@ Prints the exit code of a process that loads the plugin where SGLang lacks an op
 replaces.
 """
 
-# pyright: reportMissingImports=false
-
 import os
 import sys
 from pathlib import Path

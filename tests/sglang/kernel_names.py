@@ -5,8 +5,6 @@
 Runs in SGLang's interpreter. AHEAD is the directory of `fuligo_kernels`, KERNELS the kernels as JSON.
 """
 
-# pyright: reportMissingImports=false
-
 import json
 import sys
 from typing import Any

@@ -6,9 +6,9 @@ For SGLang's interpreter.
 import inspect
 from dataclasses import fields
 
-from sglang.srt.layers import dp_attention, sampler  # pyright: ignore[reportMissingImports]
-from sglang.srt.plugins import load_plugins  # pyright: ignore[reportMissingImports]
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # pyright: ignore[reportMissingImports]
+from sglang.srt.layers import dp_attention, sampler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 load_plugins()
 own = inspect.unwrap(sampler.Sampler.forward)

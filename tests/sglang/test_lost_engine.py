@@ -37,7 +37,7 @@ class KillingTrainer(RankedTrainer):
     """Trainer that sends the weights of `model` and signals the processes of `victims` in the middle of the next send."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(None, None)  # pyright: ignore[reportArgumentType]
+        super().__init__(None, None)
         self.model = model
         self.victims: list[int] = []
         self.signal = signal.SIGKILL

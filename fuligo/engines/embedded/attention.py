@@ -112,7 +112,7 @@ def attend(
             f"the embedded engine cannot serve {type(module).__name__}: the model does not pass the keyword arguments of its forward on to "
             f"its attention; {SGLANG_INSTEAD}"
         )
-    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    layer: int = module.layer_idx  # pyrefly: ignore[bad-assignment]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_plan.seen[layer] = (k.shape[1], k.shape[2], v.shape[2])

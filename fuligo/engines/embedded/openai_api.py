@@ -14,7 +14,7 @@ from fuligo.engines.embedded.engine import EmbeddedEngine
 from fuligo.engines.embedded.generate_body import answer, ended_while_connected, parse_requests
 from fuligo.engines.embedded.request import Request
 from fuligo.engines.openai_format import DONE, chunk, error_content, event, given_max_tokens, head, json_response, parse_body, usage
-from fuligo.errors import EngineError, FuligoError
+from fuligo.errors import FuligoError
 
 _INCOMPLETE = "\ufffd"
 """Replacement character, to which a tokenizer decodes an incomplete character."""
@@ -48,7 +48,7 @@ class OpenAiApi:
             requests, _ = parse_requests(orjson.dumps(generate), self._engine.model, asyncio.get_running_loop().create_future)
             for request in requests:
                 self._engine.submit(request)
-        except (ValueError, FuligoError, EngineError) as error:
+        except (ValueError, FuligoError) as error:
             self._engine.abort(requests.__contains__)
             return json_response(error_content(str(error)), 400)
         stream = bool(body.get("stream"))

@@ -96,7 +96,7 @@ class SGLangBackend:
 
     def connect(self, config: Config, lent: LentEngines, stack: AsyncExitStack) -> LaunchedEngines:
         requests = RunRequests(lent.run)
-        given = {"retries": config.rollout.rollout_retries, "timeout_s": config.rollout.rollout_timeout_s}
+        given: dict[str, Any] = {"retries": config.rollout.rollout_retries, "timeout_s": config.rollout.rollout_timeout_s}
         given["deadlines"] = ControlDeadlines.of_watched(
             health_timeout_s=config.engine.rollout_health_check_timeout, start_timeout_s=config.engine.engine_start_timeout_s
         )

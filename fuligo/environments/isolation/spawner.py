@@ -81,7 +81,7 @@ def main() -> None:
     """Serve requests of the run until its socket closes."""
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]
     settings = SpawnerSettings(**json.loads(control.recv(MAX_REQUEST_BYTES)))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -83,7 +83,7 @@ class SearchIndex:
     def search(self, query: str, num_results: int) -> list[Hit]:
         """Return the documents that match best, best first, equal ones in the order of the collection, without those with score 0."""
         tokens = self._library.tokenize([query], stopwords=self._stopwords, return_ids=False, show_progress=False)
-        known = [str(token) for token in next(iter(tokens)) if token in self._index.vocab_dict]
+        known = [token for token in next(iter(tokens)) if token in self._index.vocab_dict]
         if not known:
             return []
         scores = self._index.get_scores(known)

@@ -48,7 +48,8 @@ def architecture(config: ConfigJson) -> Architecture:
     layers = [Layer(number, parts, is_moe=True, window=window if kind == SLIDING else None) for number, kind in enumerate(kinds)]
     given = config.values.get("quantization_config")
     is_mxfp4 = isinstance(given, dict) and given.get("quant_method") == "mxfp4"
-    return replace(assemble(config, heads, layers, experts=experts), **{"is_mxfp4": True, "is_quantized": False} if is_mxfp4 else {})
+    assembled = assemble(config, heads, layers, experts=experts)
+    return replace(assembled, is_mxfp4=True, is_quantized=False) if is_mxfp4 else assembled
 
 
 FAMILY = Family(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import SupportsInt
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def place_images(
     return tuple(placed)
 
 
-def collapsed(ids: Iterable[int], images: Sequence[PromptImage]) -> list[int]:
+def collapsed(ids: Iterable[SupportsInt], images: Sequence[PromptImage]) -> list[int]:
     """Return the ids [P] of `place_images` with one token per image, as the chat template writes them and SGLang expects them."""
     dropped = {at for image in images for at in range(image.first_token + 1, image.first_token + image.num_tokens)}
     return [int(token) for at, token in enumerate(ids) if at not in dropped]

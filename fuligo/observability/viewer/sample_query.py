@@ -128,7 +128,7 @@ def rows_with_text(path: Path, text: str) -> np.ndarray:
     # Chat messages are stored as JSON, which escapes quotation marks and line ends.
     escaped = orjson.dumps(text).decode()[1:-1]
     needles = {("prompt", text), ("prompt", escaped), ("response", text)}
-    hits = [pc.match_substring(pc.field(column), needle, ignore_case=True) for column, needle in needles]  # pyright: ignore[reportAttributeAccessIssue]
+    hits = [pc.match_substring(pc.field(column), needle, ignore_case=True) for column, needle in needles]  # pyrefly: ignore[missing-attribute]
     try:
         check_size(pq.read_metadata(path), {column for column, _ in needles})
         table = ds.dataset(path, format="parquet").to_table(columns={"hit": functools.reduce(operator.or_, hits)}, use_threads=False)

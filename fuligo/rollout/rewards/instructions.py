@@ -82,11 +82,11 @@ def registry() -> dict[str, type[Any]]:
     if not has_langdetect:
         sys.modules["langdetect"] = ModuleType("langdetect")  # importing the checks needs it, but only a few use it
     try:
-        import nltk  # pyright: ignore[reportMissingImports]
+        import nltk
 
         nltk.data.path.append(str(_NLTK_DATA))
         with mock.patch.object(nltk, "download"):  # importing the checks would download NLTK's data
-            from if_verifiable import ifbench, ifeval  # pyright: ignore[reportMissingImports]
+            from if_verifiable import ifbench, ifeval
     except ImportError as error:
         raise BadMetadataError(
             f"instructions are judged by the package if-verifiable, but {error.name} is not installed; pip install 'fuligo[ifbench]'"
@@ -100,7 +100,7 @@ def registry() -> dict[str, type[Any]]:
 def _seed_langdetect() -> bool:
     """Make langdetect deterministic; return False if it is not installed."""
     try:
-        import langdetect  # pyright: ignore[reportMissingImports]
+        import langdetect
     except ImportError:
         return False
     langdetect.DetectorFactory.seed = 0

@@ -116,7 +116,7 @@ RULES = {**NAMED, **{BOXED_PREFIX + name: replace(rule, extract=last_boxed) for 
 """Valid names for --rm-type and metadata["rm_type"]. With the prefix `boxed_` the answer is the content of the last box."""
 
 
-def find_rule(name: str, source: str = "--rm-type") -> Rule:
+def find_rule(name: object, source: str = "--rm-type") -> Rule:
     """Return the built-in reward with this name. Raises ConfigError if no reward has this name; the error states its `source`."""
     if isinstance(name, str) and name in RULES:
         return RULES[name]

@@ -33,8 +33,8 @@ def main(judge_file: str, replies: TextIO) -> None:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request.pop("timeout_s"))
         try:
-            reply = {"verdict": module["judge"](**request)}
-        except (Exception, MemoryError, RecursionError) as error:
+            reply: dict[str, object] = {"verdict": module["judge"](**request)}
+        except Exception as error:
             reply = {
                 "error": f"{type(error).__name__}: {str(error)[:400]}",
                 "exhausted": isinstance(error, MemoryError | RecursionError),

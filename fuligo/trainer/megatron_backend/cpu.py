@@ -30,7 +30,7 @@ def _replace_devices() -> None:
     """Replace `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, which Megatron uses throughout."""
     # `with torch.device(...)` caches the set of factory functions at its first use: fill the cache while they are the originals.
     _device._device_constructors()
-    torch.cuda.current_device = lambda: CPU  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.current_device = lambda: CPU  # pyrefly: ignore[bad-assignment]
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     Tensor.cuda = lambda self, *_, **__: self
@@ -56,11 +56,11 @@ def _replace_generators() -> None:
     def get(*_: object, **__: object) -> Tensor:
         return torch.get_rng_state()
 
-    def put(state: Tensor, *_: object, **__: object) -> None:
-        torch.set_rng_state(state)
+    def put(new_state: Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(new_state)
 
     torch.cuda.get_rng_state = get
-    torch.cuda.manual_seed = torch.manual_seed  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.manual_seed = torch.manual_seed  # pyrefly: ignore[bad-assignment]
     random._get_cuda_rng_state, random._set_cuda_rng_state = get, put
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # silences the warning about a changed CPU state, which is intended here
 
@@ -123,6 +123,6 @@ def _define_transformer_engine_names() -> None:
 
     if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
         multi_latent_attention.HAVE_TE = False
-        multi_latent_attention.TELinear = type("NoTELinear", (), {})  # pyright: ignore[reportAttributeAccessIssue]
+        multi_latent_attention.TELinear = type("NoTELinear", (), {})
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
+        moe_utils.te_general_gemm = None

@@ -83,7 +83,7 @@ def build_value_chunks(settings: MegatronTrainerSettings) -> list[PolicyModel]:
             head = torch.nn.Linear(settings.model_flags["hidden_size"], 1, bias=False, dtype=dtype, device=settings.device)
             torch.nn.init.zeros_(head.weight)
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(head.weight)
-            chunk.output_layer = head  # pyright: ignore[reportAttributeAccessIssue]  # Megatron's own is parallel
+            chunk.output_layer = head  # pyrefly: ignore[bad-assignment]  # Megatron's own is parallel
     return chunks
 
 

@@ -36,7 +36,7 @@ class ExpertsAdapter(nn.Module):
         super().__init__()
         config = names.adapter
         self.num_local, self.is_on = num_local, True
-        self._matrices = {matrix.kind: matrix for matrix in matrices}
+        self._matrices: dict[str, AdaptedExperts] = {matrix.kind: matrix for matrix in matrices}
         self._scaling, self._group = config.scaling, rank_groups().expert_tensor
         for matrix in matrices:
             for factor in matrix.factors(config.rank):

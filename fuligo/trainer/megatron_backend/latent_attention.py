@@ -29,7 +29,7 @@ def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False)
     up = fused or modules.column_parallel_linear()
     norm = IdentityOp if fused else modules.layer_norm(rms_norm=True, for_qk=True)
     # Only TransformerEngine has a replicated linear layer; `LatentAttention` replaces the local ones.
-    down = modules.column_parallel_linear() if is_local else modules.linear()  # pyright: ignore[reportAttributeAccessIssue]
+    down = modules.column_parallel_linear() if is_local else modules.linear()  # pyrefly: ignore[missing-attribute]
     return ModuleSpec(
         module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -66,7 +66,7 @@ class DownProjection(nn.Module):
         super().__init__()
         self.weight = new_weight(config, out_features, in_features, get_data_parallel_rng_tracker_name())  # the same on every TP rank
         # Under sequence parallelism each rank sees only its part of the tokens, so Megatron must sum the gradient over the TP ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """Return the product, and None for the bias, like Megatron's linear layers."""
@@ -88,12 +88,12 @@ class LatentAttention(MLASelfAttention):
             self.linear_kv_down_proj = DownProjection(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
         for down in (self.linear_kv_down_proj, *([self.linear_q_down_proj] if config.q_lora_rank is not None else [])):
             # TransformerEngine marks every matrix as split over the TP ranks, so the gradient norm would count each rank's copy.
-            down.weight.tensor_model_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+            down.weight.tensor_model_parallel = False  # pyrefly: ignore[missing-attribute]
         if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-            self.linear_kv_down_proj.register_forward_hook(self._sum_rotary_gradient)
+            self.linear_kv_down_proj.register_forward_hook(self._sum_rotary_gradient)  # pyrefly: ignore[missing-attribute]
         self.rotary_pos_emb.register_forward_hook(self._take_positions)
 
-    def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride]  # arguments of inference go through
+    def get_query_key_value_tensors(  # pyrefly: ignore[bad-override]  # arguments of inference go through
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
@@ -126,12 +126,12 @@ class SumGradient(torch.autograd.Function):
     """Identity whose gradient is summed over the ranks. (Megatron's version loses the sum if the gradient is not contiguous.)"""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -69,7 +69,7 @@ class LocalNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.is_around_zero = config.layernorm_zero_centered_gamma
         # Under sequence parallelism each TP rank sees only its part of the tokens, so Megatron must sum the gradient over them.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_around_zero:
@@ -163,7 +163,7 @@ def attention_spec(
         return sparse_latent_attention(modules, settings.sparse_layers, number)
     if config.multi_latent_attention:
         return latent_attention(modules)
-    has_window = number is not None and is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)  # pyright: ignore[reportArgumentType]
+    has_window = number is not None and is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)  # pyrefly: ignore[bad-argument-type]
     return grouped_attention(config, modules, rotary if has_window else None)
 
 
@@ -227,7 +227,7 @@ def sum_expert_gradients_over_copies(model: nn.Module) -> None:
         if isinstance(module, MoELayer):
             assert isinstance(module.experts, nn.Module)
             for parameter in module.experts.parameters():
-                parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+                parameter.allreduce = False  # pyrefly: ignore[missing-attribute]
 
 
 def is_moe_layer(config: TransformerConfig, number: int) -> bool:

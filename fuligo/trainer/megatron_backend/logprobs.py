@@ -65,7 +65,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (local_ids,) = ctx.saved_tensors
         return grad[..., local_ids], None, None, None
 
@@ -105,7 +105,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # two outputs, two gradients
+    def backward(  # pyrefly: ignore[bad-override]  # two outputs, two gradients
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, peak, log_sum, entropy = ctx.saved_tensors
@@ -160,5 +160,5 @@ def _for_autograd(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
         return None
     if grad_weight is not getattr(weight, "main_grad", None):
         return grad_weight.to(weight.dtype)
-    weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    weight.grad_added_to_main_grad = True  # pyrefly: ignore[missing-attribute]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -56,7 +56,7 @@ class LinearAdapter(nn.Module):
                 parameter = nn.Parameter(torch.zeros(shape, device=weight.device))  # float32, as in PEFT
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, axis is not None, axis or 0, 1)
                 # Under sequence parallelism a replicated factor sees only this rank's tokens, so Megatron must sum its gradient over TP.
-                parameter.sequence_parallel = sequence_parallel and axis is None  # pyright: ignore[reportAttributeAccessIssue]
+                parameter.sequence_parallel = sequence_parallel and axis is None  # pyrefly: ignore[missing-attribute]
                 self.register_parameter(f"{matrix.kind}_{factor}", parameter)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def build_chunks(settings: MegatronTrainerSettings, *, trained: bool) -> list[Po
         # TransformerEngine's linear layers accumulate into `main_grad` in the GEMM, without a separate gradient per micro-batch.
         for module in chunk.modules() if settings.fuses_gradient_sums else ():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
+                module.fuse_wgrad_accumulation = True  # pyrefly: ignore[bad-argument-type]
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks

@@ -32,7 +32,7 @@ def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
     refuse_idle_embedding(settings)
     flags = settings.model_flags
     latent = bool(flags.get("multi_latent_attention"))
-    fields = {
+    fields: Fields = {
         **_shape(flags, settings.activation),
         # q_lora_rank None means that queries are projected directly, which is not Megatron's default. `experimental_attention_variant`
         # stays off, because its layers are not used and it refuses context parallelism.

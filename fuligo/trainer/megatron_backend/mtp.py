@@ -27,7 +27,7 @@ from fuligo.trainer.megatron_backend.settings import MegatronTrainerSettings
 class MTPLayer(MultiTokenPredictionLayer):
     """MTP layer: joins each token's hidden state with the embedding of a later token, and applies a transformer layer to them."""
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyrefly: ignore[bad-override]
         self,
         hidden: Tensor,
         embedded: Tensor,

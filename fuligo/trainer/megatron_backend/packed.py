@@ -160,8 +160,8 @@ def _packed_seq_params(tokens: PackedTokens, lengths: list[int], cp: int) -> Row
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]
-        cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
+        cu_seqlens_q_padded=padded,  # pyrefly: ignore[bad-argument-type]
+        cu_seqlens_kv_padded=padded,  # pyrefly: ignore[bad-argument-type]
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         tree=tree,

@@ -22,7 +22,7 @@ class WindowRotaryAttention(SelfAttention):
         super().__init__(*args, **kwargs)
         self._own_rotary = rotary
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
+    def forward(  # pyrefly: ignore[bad-override]  # packed sequences only
         self, *args: Any, rotary_pos_emb: Tensor, packed_seq_params: PackedSeqParams, **kwargs: Any
     ) -> OutputWithBias:
         positions = getattr(packed_seq_params, "positions", None)  # set if the row has a tree
@@ -40,8 +40,8 @@ def window_rotary(config: TransformerConfig, base: float | None) -> RotaryEmbedd
         config.kv_channels,
         rotary_percent=1.0,
         rotary_interleaved=config.rotary_interleaved,
-        rotary_base=base,  # pyright: ignore[reportArgumentType]
-        use_cpu_initialization=bool(config.use_cpu_initialization),
+        rotary_base=base,  # pyrefly: ignore[bad-argument-type]
+        use_cpu_initialization=config.use_cpu_initialization,
     )
 
 
@@ -55,7 +55,7 @@ class FusedRotationAttention(SelfAttention):
 
     _rotation: tuple[Tensor, PackedSeqParams] | None = None
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed sequences only
+    def forward(  # pyrefly: ignore[bad-override]  # packed sequences only
         self, *args: Any, rotary_pos_emb: Tensor, packed_seq_params: PackedSeqParams, **kwargs: Any
     ) -> OutputWithBias:
         self._rotation = (rotary_pos_emb, packed_seq_params)
@@ -72,7 +72,7 @@ class FusedRotationAttention(SelfAttention):
         return self._rotated(query, *self._rotation), self._rotated(key, *self._rotation), value
 
     def _rotated(self, heads: Tensor, angles: Tensor, packed: PackedSeqParams) -> Tensor:
-        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb  # pyright: ignore[reportMissingImports]
+        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
         group = self.pg_collection.cp
         rotated = apply_rotary_pos_emb(

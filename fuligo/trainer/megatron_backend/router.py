@@ -71,7 +71,7 @@ class PackedRouter(TopKRouter):
         """Return 0, so that Megatron adds no auxiliary loss in addition to that of `routing`."""
         return 0.0
 
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:  # pyrefly: ignore[bad-override]
         """Count the tokens of each expert in passes with gradients: not while scoring, and only once in recomputed layers."""
         if self.local_tokens_per_expert is not None and torch.is_grad_enabled():
             real = self._members(len(routing_map), by_sequence=False)

@@ -134,7 +134,7 @@ def asked(routers: Mapping[int, PackedRouter], about: Mapping[int, LayerReplay |
     """Attach a replay or record to each router inside the block."""
     try:
         for layer, router in routers.items():
-            router.router_replay = about[layer]  # pyright: ignore[reportAttributeAccessIssue]
+            router.router_replay = about[layer]
         yield
     finally:
         for router in routers.values():

@@ -99,13 +99,13 @@ def attend(queries: Tensor, latents: Tensor, chosen: Tensor, *, value_size: int,
         latents: [T, W] keys of the whole row; their first `value_size` elements are the values.
         chosen: [L, K] int32 indices into the row, -1 for none; at least one token for each query.
     """
-    output: Tensor = _Attention.apply(queries, latents, chosen, value_size, scale)  # pyright: ignore[reportAssignmentType]
+    output: Tensor = _Attention.apply(queries, latents, chosen, value_size, scale)
     return output
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, latents: Tensor, chosen: Tensor, value_size: int, scale: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, queries: Tensor, latents: Tensor, chosen: Tensor, value_size: int, scale: float) -> Tensor:
         ctx.save_for_backward(queries, latents, chosen)
         ctx.value_size, ctx.scale = value_size, scale
         output = queries.new_empty(*queries.shape[:2], value_size)
@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         queries, latents, chosen = ctx.saved_tensors
         of_queries, of_latents = torch.empty_like(queries), torch.zeros_like(latents, dtype=torch.float32)
         for part in _chunks(queries, chosen):

@@ -109,12 +109,14 @@ class ChosenAttention(nn.Module):
 class SparseLatentAttention(LatentAttention):
     """Latent self-attention in which each query attends only to its chosen tokens. `choice`: arguments of `ChosenAttention`."""
 
+    core_attention: ChosenAttention  # pyrefly: ignore[bad-override]
+
     def __init__(self, config: MLATransformerConfig, *args: Any, choice: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.linear_kv_up_proj = UpProjection(config, self.num_attention_heads_per_partition)
         self.core_attention = ChosenAttention(config, **choice)
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyrefly: ignore[bad-override]
         self, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: PackedSeqParams, **_: object
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention.
@@ -196,7 +198,7 @@ class SparseLatentAttention(LatentAttention):
         `LatentAttention` sums the gradient of the rotary key. Under sequence parallelism, gathering the tokens sums both.
         """
         is_whole = self.tp_group.size() > 1 and not self.config.sequence_parallel
-        return SumGradient.apply(latent, self.tp_group) if is_whole else latent  # pyright: ignore[reportReturnType]
+        return SumGradient.apply(latent, self.tp_group) if is_whole else latent
 
     def _over_sequence(self, tokens: Tensor) -> Tensor:
         """Gather [L / tp, ...] -> [L, ...] under sequence parallelism; otherwise return `tokens`."""

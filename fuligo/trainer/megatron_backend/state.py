@@ -115,7 +115,7 @@ class CheckpointWriter:
         if self._thread is None:
             self._thread = ComputeThread("checkpoint writer")
             # A separate group, so that the writers' collectives do not mix with the trainer's.
-            self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
+            self._group = dist.new_group(backend="gloo") if self._world.size > 1 else None  # pyrefly: ignore[bad-assignment]
         self._write_small_files(states, model_files)
         copies = {directory: [shard.on_cpu() for shard in _shards(state)] for directory, state in states.items()}
         adapters = {directory: _gathered_adapter(state, self._world) for directory, state in states.items()}

@@ -13,7 +13,7 @@ from fuligo.limits import collector_paused
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import TCPStore
 
     from fuligo.trainer.packing import Cost
     from fuligo.trainer.ranks.settings import TrainerSettings
@@ -86,7 +86,7 @@ class Rank:
     def join(self, settings: TrainerSettings, rendezvous: Rendezvous | None) -> World:
         """Form the process group with the other ranks, if the settings need one, and return this rank's `World`."""
         with collector_paused():
-            from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+            from torch.distributed import HashStore
 
             from fuligo.trainer.ranks import world
 

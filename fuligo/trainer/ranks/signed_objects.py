@@ -65,7 +65,7 @@ def sign_objects(key: bytes | None) -> None:
                 raise ForgedObjectError("refused an object of a collective: it is not signed by a rank of this trainer")
             return pickle.loads(body)
 
-    c10d._pickler, c10d._unpickler = SignedPickler, SignedUnpickler
+    c10d._pickler, c10d._unpickler = SignedPickler, SignedUnpickler  # pyrefly: ignore[bad-assignment]
 
 
 def _signature(key: bytes, body: bytes) -> bytes:

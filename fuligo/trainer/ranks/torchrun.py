@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from torch.distributed import DistStoreError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistStoreError, TCPStore
 
 from fuligo.config.launcher import world_size
 from fuligo.engines.host import is_loopback, listening_socket, listening_store, use_loopback_interface

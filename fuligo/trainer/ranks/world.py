@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import ProcessGroupGloo, TCPStore
 
 from fuligo.formats.private import kernel_cache
 from fuligo.limits import num_cores
@@ -118,7 +118,7 @@ def share_devices() -> None:
     def create_with_shared_devices(
         self: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
     ) -> None:
-        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # as torch names it
+        options = ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]  # as torch names it
         options._devices = _devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
         options._threads = 2 * len(options._devices)  # as torch does
         options._timeout = timeout

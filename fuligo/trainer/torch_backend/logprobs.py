@@ -75,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # two outputs, two gradients
+    def backward(  # pyrefly: ignore[bad-override]  # two outputs, two gradients
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy, log_total, whole = ctx.saved_tensors

@@ -22,7 +22,7 @@ def taught_samples(seed: int = 0) -> list[TrainSample]:
 
 
 def assigned(samples: list[TrainSample], **settings: object) -> list[np.ndarray]:
-    given = AdvantageSettings(samples_per_step=len(samples), **settings)  # pyright: ignore[reportArgumentType]
+    given = AdvantageSettings(samples_per_step=len(samples), **settings)
     return [sample.advantages for sample in assign_advantages(samples, given).samples]
 
 

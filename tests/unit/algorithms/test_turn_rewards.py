@@ -21,7 +21,7 @@ DISCOUNT = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 
 
 def settings(estimator: str, **changes: float) -> AdvantageSettings:
-    return AdvantageSettings(samples_per_step=1000, estimator=estimator, rewards_by_turn=True, **changes)  # pyright: ignore[reportArgumentType]
+    return AdvantageSettings(samples_per_step=1000, estimator=estimator, rewards_by_turn=True, **changes)
 
 
 @st.composite

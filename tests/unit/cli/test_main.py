@@ -19,7 +19,7 @@ def command(monkeypatch: pytest.MonkeyPatch):
 
     def install(function) -> None:
         module = ModuleType("fuligo.cli.doctor")
-        module.main = function  # pyright: ignore[reportAttributeAccessIssue]
+        module.main = function
         monkeypatch.setitem(sys.modules, "fuligo.cli.doctor", module)
 
     return install

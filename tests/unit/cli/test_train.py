@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Record the configs of started jobs, and run none."""
     configs: list[Config] = []
     job = ModuleType("fuligo.job")
-    job.run_job = lambda config: configs.append(config) or 0  # pyright: ignore[reportAttributeAccessIssue]
+    job.run_job = lambda config: configs.append(config) or 0
     monkeypatch.setitem(sys.modules, "fuligo.job", job)
     return configs
 

@@ -42,7 +42,7 @@ def make_request(engine_model: EngineModel) -> Callable[..., Request]:
 
     def make(input_ids: Sequence[int], max_new_tokens: int = 8, *, priority: int = 0, seed: int = 0, **params: object) -> Request:
         number = next(numbers)
-        sampling = SamplingParams(max_new_tokens, sampling_seed=seed, **params)  # pyright: ignore[reportArgumentType]
+        sampling = SamplingParams(max_new_tokens, sampling_seed=seed, **params)
         end_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine_model.end_ids)
         return Request(f"r{number}", list(input_ids), sampling, end_ids, seed, priority, number)
 

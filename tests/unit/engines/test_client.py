@@ -285,7 +285,7 @@ async def test_a_group_sends_requests_in_turn(server: Misbehaving) -> None:
             asked.append(number)
             return await generate(*args, **kwargs)
 
-        client.generate = listening  # pyright: ignore[reportAttributeAccessIssue]
+        client.generate = listening
 
     for number, client in enumerate(group.clients):
         listen(number, client)

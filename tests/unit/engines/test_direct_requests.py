@@ -105,7 +105,7 @@ class LostMembers:
 
 def group_of(*clients: FakeClient, members: LostMembers | None = None) -> EngineGroup:
     router = FakeClient("router", fails=True)
-    return EngineGroup(clients, router, membership=members)  # pyright: ignore[reportArgumentType]
+    return EngineGroup(clients, router, membership=members)
 
 
 async def test_requests_go_past_the_router_and_those_of_a_group_to_one_engine() -> None:
@@ -120,7 +120,7 @@ async def test_requests_go_past_the_router_and_those_of_a_group_to_one_engine() 
 async def test_an_engine_that_is_far_ahead_gets_no_more() -> None:
     one, two = FakeClient("one"), FakeClient("two")
     group = group_of(one, two)
-    group._num_direct[one] = MAX_AHEAD + 1  # pyright: ignore[reportArgumentType]
+    group._num_direct[one] = MAX_AHEAD + 1
     await group.generate([1], PARAMS, rid="a", routing=query(affinity=0))
     assert two.rids == ["a"]
 
@@ -137,7 +137,7 @@ async def test_a_request_whose_engine_dies_goes_to_another() -> None:
     waiting = asyncio.create_task(group.generate([1], PARAMS, rid="c", routing=query()))
     await asyncio.sleep(0)
     back = FakeClient("back")
-    group.clients.append(back)  # pyright: ignore[reportArgumentType]
+    group.clients.append(back)
     await waiting
     assert back.rids == ["c"]
 

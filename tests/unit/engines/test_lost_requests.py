@@ -54,7 +54,7 @@ class Members:
 def world() -> tuple[EngineGroup, Engine, Router]:
     engine = Engine()
     router = Router(engine)
-    return EngineGroup([engine], router, membership=Members()), engine, router  # pyright: ignore[reportArgumentType]
+    return EngineGroup([engine], router, membership=Members()), engine, router
 
 
 async def test_a_request_that_fails_while_the_last_engine_is_lost_waits_for_the_next() -> None:
@@ -67,7 +67,7 @@ async def test_a_request_that_fails_while_the_last_engine_is_lost_waits_for_the_
     await asyncio.sleep(0.3)
     assert (router.rids, request.done()) == (["a"], False)
     engine.is_dead = False
-    group.clients.append(engine)  # pyright: ignore[reportArgumentType]
+    group.clients.append(engine)
     await request
     assert router.rids == ["a", "a"]
 

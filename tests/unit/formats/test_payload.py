@@ -60,7 +60,7 @@ def own_descriptors() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def receiver() -> subprocess.Popen[str]:
     process = subprocess.Popen([sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    yield process  # pyright: ignore[reportReturnType]
+    yield process
     process.kill()
     process.wait()
 
@@ -221,7 +221,7 @@ def test_a_sent_tensor_can_still_be_offloaded() -> None:
 
 def mapped(payload: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a payload that is a mapping, as a receiver such as SGLang reads it."""
-    return _TensorUnpickler(io.BytesIO(base64.b64decode(payload))).load()  # pyright: ignore[reportReturnType]
+    return _TensorUnpickler(io.BytesIO(base64.b64decode(payload))).load()
 
 
 def test_shared_copies_are_those_of_the_last_two_writes() -> None:

@@ -73,7 +73,7 @@ async def test_openais_client_reads_the_items_of_a_response() -> None:
         asked: dict[str, Any] = {"model": "m", "input": "1 + 2", "instructions": "Be brief.", "tools": RESPONSE_TOOLS}
         whole = await client.responses.create(**asked, max_output_tokens=50)
         async with client.responses.stream(**asked) as stream:
-            deltas = [event.delta async for event in stream if event.type.endswith(".delta")]  # pyright: ignore
+            deltas = [event.delta async for event in stream if event.type.endswith(".delta")]
             streamed = await stream.get_final_response()
     assert deltas == ["r", "so", '{"a":1}']
     for answer in (whole, streamed):
@@ -123,7 +123,7 @@ async def test_stops_and_limits_have_the_names_of_each_api() -> None:
         stopped = await client.messages.create(
             model="m", max_tokens=9, messages=[{"role": "user", "content": "?"}], stop_sequences=["</code>"]
         )
-    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "</code>", "the sum")  # pyright: ignore
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "</code>", "the sum")
     async with claude(Says("the", "length")) as (session, client):
         cut = await client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "?"}])
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as other:

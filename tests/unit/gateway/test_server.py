@@ -86,9 +86,9 @@ async def test_a_stream_brings_the_same_as_a_whole_answer() -> None:
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert whole.finish_reason == chunks[-2].choices[0].finish_reason == "tool_calls" and whole.message.tool_calls
     assert "".join(delta.content or "" for delta in deltas) == (whole.message.content or "") == "so"
-    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == whole.message.reasoning_content == "r"  # pyright: ignore
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == whole.message.reasoning_content == "r"
     (call,), (streamed,) = whole.message.tool_calls, [call for delta in deltas for call in delta.tool_calls or ()]
-    assert call.function.arguments == streamed.function.arguments == '{"a":1}' and call.id == streamed.id  # pyright: ignore
+    assert call.function.arguments == streamed.function.arguments == '{"a":1}' and call.id == streamed.id
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(engine.ids)
 
 

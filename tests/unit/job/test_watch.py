@@ -58,7 +58,7 @@ async def test_cancelling_the_block_cancels_the_watch() -> None:
     began = asyncio.Event()
 
     async def block() -> None:
-        async with while_watching(asyncio.Event().wait()):  # pyright: ignore[reportArgumentType]
+        async with while_watching(asyncio.Event().wait()):
             began.set()
             await asyncio.Event().wait()
 

@@ -233,7 +233,7 @@ def test_layers_whose_inputs_an_engine_splits_round_as_its_gpus_do(monkeypatch: 
 
     def record(x: Tensor, weight: Tensor, *given: object, ranks: int, **options: object) -> Tensor:
         seen[names[id(weight)]] = ranks
-        return linear(x, weight, *given, ranks=ranks, **options)  # pyright: ignore[reportArgumentType]
+        return linear(x, weight, *given, ranks=ranks, **options)
 
     monkeypatch.setattr(invariant_modules, "linear", record)
     InvariantModel(model, ranks=2)

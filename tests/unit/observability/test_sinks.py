@@ -136,7 +136,7 @@ def test_trackio_gets_metrics_by_step_and_may_fail(
 ) -> None:
     module = RecordedTrackio()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "trackio", module)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "trackio", module)
     (sink,) = open_sinks(config(use_trackio=True), tmp_path, start=0)
     for step in range(4):
         sink.write({"step": step, "time": 1.0, "train/loss": 0.5})

@@ -201,7 +201,7 @@ def world(
     **flags: object,
 ) -> World:
     engine, reward, rows = engine or ScriptedEngine(), reward or ScriptedReward(), rows or Rows()
-    given = RolloutFlags(**{"rollout_batch_size": 2, "n_samples_per_prompt": 2, **flags})  # pyright: ignore[reportArgumentType]
+    given = RolloutFlags(**{"rollout_batch_size": 2, "n_samples_per_prompt": 2, **flags})
     source = source or GroupSource(
         rows,
         given.n_samples_per_prompt,

@@ -118,7 +118,7 @@ def test_prompts_are_token_ids(ids):
 def test_a_list_of_token_ids_will_do():
     class Source(Numbers):
         def get_samples(self, num_groups: int) -> list[list[Sample]]:
-            return [[Sample(0, 0, "text", [1, 2])]]  # pyright: ignore[reportArgumentType]
+            return [[Sample(0, 0, "text", [1, 2])]]
 
     (group,) = CustomSource(Source(None)).draw(1, 0, 0).groups
     assert group.samples[0].tokens.dtype == np.int32 and group.samples[0].tokens.tolist() == [1, 2]

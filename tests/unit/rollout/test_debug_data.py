@@ -109,7 +109,7 @@ async def test_a_rollout_is_saved_with_its_state(tmp_path: Path):
 
 
 def group(**values: object) -> SampleGroup:
-    return SampleGroup(0, 0, [Sample(3, 0, "", np.zeros(1, np.int32), **values)])  # pyright: ignore[reportArgumentType]
+    return SampleGroup(0, 0, [Sample(3, 0, "", np.zeros(1, np.int32), **values)])
 
 
 def test_numbers_of_numpy_become_plain_ones():

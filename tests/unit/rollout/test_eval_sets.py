@@ -15,7 +15,7 @@ def config(tmp_path: Path, yaml: str | None = None, **flags: object) -> Config:
         path = tmp_path / "eval.yaml"
         path.write_text(yaml)
         flags["eval_config"] = str(path)
-    return Config(eval=EvalFlags(**flags), rollout=RolloutFlags(rollout_top_p=0.9, rollout_stop=["x"]))  # pyright: ignore[reportArgumentType]
+    return Config(eval=EvalFlags(**flags), rollout=RolloutFlags(rollout_top_p=0.9, rollout_stop=["x"]))
 
 
 GOOD = """

@@ -86,7 +86,7 @@ def test_k_is_every_power_of_two_and_n():
 
 def evaluator(engine: ScriptedEngine, *sets: EvalSet, **options: object) -> Evaluator:
     given = {"seed": 1, "concurrency": 100, "timeout_s": 9.0, **options}
-    return Evaluator(sets, SingleTurn(engine, Tokenizer(), timeout_s=9), engine, **given)  # pyright: ignore[reportArgumentType]
+    return Evaluator(sets, SingleTurn(engine, Tokenizer(), timeout_s=9), engine, **given)
 
 
 async def test_each_set_is_sampled_and_judged_in_its_own_way():

@@ -56,7 +56,7 @@ def test_groups_that_come_back_have_their_images(partial_rollout, kind):
     if kind == "data":
         source = GroupSource(Pictures(), 2, partial_rollout=partial_rollout)
     else:
-        source = CustomSource(Album(), partial_rollout=partial_rollout)  # pyright: ignore[reportArgumentType]
+        source = CustomSource(Album(), partial_rollout=partial_rollout)
     first = source.draw(1, 0, 0).groups
     source.put_back(first)
     assert images_of(first) == images_of(source.draw(1, 1, 0).groups) == {(IMAGE,)}

@@ -18,7 +18,7 @@ def sample(index: int, status: SampleStatus = SampleStatus.COMPLETED, num_tokens
     floats, mask = np.zeros(num_tokens, np.float32), np.ones(num_tokens, np.int8)
     return Sample(
         index, 0, "p", np.array([7, 8], np.int32), status=status, response_ids=ids, loss_mask=mask, engine_logprobs=floats, versions=ids,
-        **fields,  # pyright: ignore[reportArgumentType]
+        **fields,
     )  # fmt: skip
 
 
@@ -104,10 +104,10 @@ async def test_reward_and_teacher_are_asked_at_the_same_time() -> None:
         return call
 
     scorer = Scorer()
-    scorer.score = waits(lambda: np.zeros(3, np.float32))  # pyright: ignore[reportAttributeAccessIssue]
+    scorer.score = waits(lambda: np.zeros(3, np.float32))
     group = SampleGroup(0, 0, [sample(1)])
     async with asyncio.timeout(120):
-        await RewardWithTeacher(waits(lambda: None), ServedTeacher(scorer, timeout_s=5.0))(group)  # pyright: ignore[reportArgumentType]
+        await RewardWithTeacher(waits(lambda: None), ServedTeacher(scorer, timeout_s=5.0))(group)
     assert group.samples[0].teacher_logprobs is not None
 
 

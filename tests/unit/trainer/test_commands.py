@@ -53,7 +53,7 @@ class Worker:
 
 def executor_of(rank: int, worker: Worker) -> RankExecutor:
     there = Rank(rank, 2)
-    there._worker = worker  # pyright: ignore[reportAttributeAccessIssue]
+    there._worker = worker
     return RankExecutor(there)
 
 
@@ -93,7 +93,7 @@ def of(command: Command[Any]) -> SharedCommand[Any]:
 @pytest.mark.parametrize(("rank", "result"), [(0, "scores"), (1, None)])
 async def test_the_result_comes_only_from_rank_0(rank: int, result: str | None) -> None:
     served = Served(rank)
-    assert (await served.handle.run(of(call(RankWorker.score, Held())))).value == result  # pyright: ignore[reportArgumentType]
+    assert (await served.handle.run(of(call(RankWorker.score, Held())))).value == result
     await served.handle.close(failed=False)
 
 
@@ -163,7 +163,7 @@ def test_compute_thread_keeps_no_reference_to_finished_work() -> None:
 
 
 async def test_a_waiting_rank_keeps_no_reference_to_the_last_command(served: Served) -> None:
-    await served.handle.run(of(call(RankWorker.score, Held())))  # pyright: ignore[reportArgumentType]
+    await served.handle.run(of(call(RankWorker.score, Held())))
     (gone,) = served.worker.seen
     assert soon(lambda: gone() is None)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, ProcessGroupGloo
 
 from fuligo.trainer.ranks.world import join_world, leave_world
 
@@ -37,7 +37,7 @@ def test_groups_of_a_rank_share_one_device_and_add_up(joined: None) -> None:
     assert listening_sockets() == before
     for number, group in enumerate(groups):
         assert isinstance(group, dist.ProcessGroup)
-        assert gloo_of(group).options._timeout == timedelta(seconds=30 + number)  # pyright: ignore[reportAttributeAccessIssue]
+        assert gloo_of(group).options._timeout == timedelta(seconds=30 + number)
         value = torch.tensor([number])
         dist.all_reduce(value, group=group)
         assert value.tolist() == [number]

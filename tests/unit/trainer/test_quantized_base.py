@@ -149,7 +149,7 @@ def eager() -> Iterator[None]:
 def test_the_engine_samples_from_the_base_that_is_trained(base: Path, adapter: Path, precision: BasePrecision, dtype: Any) -> None:
     """Engines receive exactly the weights that the trainer computes with, also if these are rounded for the engines."""
     worker = TorchRankWorker(settings_of(base, adapter, precision, sync_dtype=dtype), World())
-    sent = dict(worker._adapter_sender._policy.base())  # pyright: ignore[reportOptionalMemberAccess]
+    sent = dict(worker._adapter_sender._policy.base())
     layers = quantized_weights(worker.policy.model)
     assert layers.keys() == set(quantizable_weights(empty_model(base)))
     for name, layer in layers.items():
@@ -165,7 +165,7 @@ def test_the_engine_samples_from_the_base_that_is_trained(base: Path, adapter: P
     assert sent.keys() == full.keys()
     model = EngineModel(str(base), torch.device("cpu"), torch.float32, adapter=AdapterConfig.read(adapter))
     store = WeightStore(model.module, experts=StoredExperts.APART)
-    policy = worker._adapter_sender._policy  # pyright: ignore[reportOptionalMemberAccess]
+    policy = worker._adapter_sender._policy
     as_stored = checkpoint_weights(policy.base(), StoredExperts.APART)
     store.load_tensors([*as_stored, *((name, tensor.float()) for name, tensor in adapter_tensors(worker.policy.model).items())], 1)
     (sample,) = train_batches.samples([(5, 20)])

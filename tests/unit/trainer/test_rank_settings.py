@@ -15,7 +15,7 @@ from fuligo.trainer.torch_backend.settings import TorchTrainerSettings
 
 def paths(settings: object) -> Iterator[Path]:
     """Yield all paths in the settings."""
-    for field in fields(settings):  # pyright: ignore[reportArgumentType]
+    for field in fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, Path):
             yield value

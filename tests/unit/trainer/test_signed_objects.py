@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore
 
 from fuligo.engines.host import listening_store
 from fuligo.errors import ConfigError, TrainerError
@@ -46,11 +46,11 @@ def plain_afterwards() -> Iterator[None]:
 
 def received(content: bytes) -> Any:
     """Return the object that a rank unpickles from bytes received in a collective."""
-    return c10d._tensor_to_object(torch.tensor(list(content), dtype=torch.uint8), len(content), None)  # pyright: ignore[reportArgumentType]
+    return c10d._tensor_to_object(torch.tensor(list(content), dtype=torch.uint8), len(content), None)
 
 
 def sent(value: object) -> bytes:
-    tensor, size = c10d._object_to_tensor(value, torch.device("cpu"), None)  # pyright: ignore[reportArgumentType]
+    tensor, size = c10d._object_to_tensor(value, torch.device("cpu"), None)
     return tensor.numpy().tobytes()[: int(size)]
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from aiohttp import ClientSession, web
 from safetensors.torch import load_file
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from fuligo.engines.sglang.server import SYNC_PLUGIN, ServerSettings

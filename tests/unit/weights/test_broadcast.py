@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore
 
 from fuligo.engines.client import EngineClient
 from fuligo.engines.host import PortClaims, listening_store
@@ -191,7 +191,7 @@ def test_a_group_is_left_without_waiting_for_peers(monkeypatch: pytest.MonkeyPat
     group = object.__new__(BroadcastGroup)
     group.engines, group.name, group._clients, group._loop = (), "g", [], asyncio.Runner()
     group._stream = None
-    group._group = Group()  # pyright: ignore[reportAttributeAccessIssue]
+    group._group = Group()
     group.close()
     assert group._group is None
 
@@ -210,12 +210,12 @@ def test_a_broadcast_ends_with_the_reason_of_a_rank_that_failed(monkeypatch: pyt
     work = Waiting()
     with pytest.raises(EngineError, match="rank 1 of the engine did not load the weights: no room"):
         stream.wait_until_sent(
-            work,  # pyright: ignore[reportArgumentType]
+            work,
             60.0,
             lambda: "rank 1 of the engine did not load the weights: no room" if work.num_polls > 2 else "",
         )
     with pytest.raises(EngineError, match="timed out after 0 s"):
-        stream.wait_until_sent(work, 0.0, str)  # pyright: ignore[reportArgumentType]
+        stream.wait_until_sent(work, 0.0, str)
 
 
 def test_engines_of_which_a_rank_lacks_the_plugin_receive_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def group(*, split: bool = False, size: int = 1) -> Any:
 
 
 def proof(trainer: Trainer, *, num_replicas: int = 1) -> LogprobProof:
-    return LogprobProof(trainer, temperature=1.0, vocab_size=100, tolerance=0.01, num_replicas=num_replicas)  # pyright: ignore[reportArgumentType]
+    return LogprobProof(trainer, temperature=1.0, vocab_size=100, tolerance=0.01, num_replicas=num_replicas)
 
 
 @pytest.mark.parametrize(

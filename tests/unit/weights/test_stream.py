@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fuligo.errors import EngineError, WeightSyncError
@@ -97,7 +97,7 @@ async def test_engines_stop_waiting_for_a_trainer_that_cannot_gather(open_world:
         weights = world.trainer.weights
 
         class Failing(dict[str, torch.Tensor]):
-            def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            def items(self) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from list(weights.items())[:2]
                 raise WeightSyncError("a weight is not finite")
 

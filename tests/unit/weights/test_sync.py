@@ -44,7 +44,7 @@ class OneRank(RankedTrainer):
     """Trainer with three tensors that sends them like any trainer."""
 
     def __init__(self) -> None:
-        super().__init__(None, None)  # pyright: ignore[reportArgumentType]
+        super().__init__(None, None)
         self.weights = {name: torch.zeros(4) for name in "abc"}
         self.sender = WeightSender()
         self.num_gathered = 0

@@ -92,7 +92,7 @@ class World:
         self.trainer = OneTrainer(self.engines, self.told)
         self.proof = Proof(self.trainer)
         settings = WeightSyncSettings("tensor", 1024, False, Path(), Path(), pause=pause)
-        self.weight_sync = WeightSync(self.trainer, self.group, settings, proof=self.proof)  # pyright: ignore[reportArgumentType]
+        self.weight_sync = WeightSync(self.trainer, self.group, settings, proof=self.proof)
 
     def restart(self) -> None:
         self.group.joining.append(self.restarted)

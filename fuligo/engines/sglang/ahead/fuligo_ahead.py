@@ -65,7 +65,7 @@ class _Process:
         executable = os.fsencode(spawn.get_executable())
         self.socket, theirs = socket.socketpair()
         program = PROGRAM.format(directory=str(Path(__file__).parent), sock=theirs.fileno(), parent_pid=os.getpid(), module=module)
-        command = [executable, *subprocess._args_from_interpreter_flags(), "-c", program, "--multiprocessing-fork"]  # pyright: ignore[reportAttributeAccessIssue]
+        command = [executable, *subprocess._args_from_interpreter_flags(), "-c", program, "--multiprocessing-fork"]  # pyrefly: ignore[missing-attribute]
         with theirs:
             self.pid = util.spawnv_passfds(executable, command, [theirs.fileno()])
 
@@ -105,7 +105,7 @@ class _Popen(popen_spawn_posix.Popen):
                 self._fds = []
             else:
                 return
-        super()._launch(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
+        super()._launch(process_obj)  # pyrefly: ignore[missing-attribute]
 
     def _continue(self, process: _Process, process_obj: Any) -> None:
         """Have `process` run `process_obj`. Raises OSError if the process has ended."""
@@ -113,7 +113,7 @@ class _Popen(popen_spawn_posix.Popen):
         pickled = io.BytesIO()
         with ExitStack() as moved:
             self._moved = moved
-            set_spawning_popen(self)  # pyright: ignore[reportArgumentType]
+            set_spawning_popen(self)
             try:
                 reduction.dump(preparation, pickled)
                 reduction.dump(process_obj, pickled)
@@ -137,7 +137,7 @@ class _Popen(popen_spawn_posix.Popen):
                 set_spawning_popen(None)
                 self._moved = None
         self.pid = process.pid
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_writes))  # pyright: ignore[reportAttributeAccessIssue]
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_writes))  # pyrefly: ignore[missing-attribute]
 
 
 def start() -> None:

@@ -116,7 +116,7 @@ def compile_all(request: str, parent_pid: int) -> None:
 def _compiled(found: list[Kernel], capability: tuple[int, int]) -> Iterator[str]:
     """Compile kernels in parallel; yield a message for each that cannot be compiled."""
     import torch
-    from sglang.jit_kernel import utils  # pyright: ignore[reportMissingImports]
+    from sglang.jit_kernel import utils
 
     # `load_jit` sets this variable and then restores its old value; without an old value, it would remove it while other threads need it.
     os.environ["TVM_FFI_CUDA_ARCH_LIST"] = "{}.{}".format(*capability)

@@ -5,8 +5,6 @@ loaded from their files. Prefill and decode run the same attention kernel, so a 
 caches, chunked prefill or retraction.
 """
 
-# pyright: reportMissingImports=false, reportMissingModuleSource=false
-
 import importlib.util
 import sys
 import traceback

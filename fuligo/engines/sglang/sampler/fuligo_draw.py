@@ -5,8 +5,6 @@ kernel combines these parts of a row. The noise comes from Philox, whose key is 
 `torch.multinomial`, ranks with the same seed draw the same tokens, as tensor parallelism needs.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportPrivateImportUsage=false
-
 import torch
 import triton
 import triton.language as tl

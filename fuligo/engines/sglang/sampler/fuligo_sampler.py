@@ -5,8 +5,6 @@ log-probabilities of all tokens. Here, `fuligo_draw` reads them once. SGLang's o
 top-p, top-k or min-p or wants log-probabilities of other tokens, and for engines with deterministic inference.
 """
 
-# pyright: reportMissingImports=false
-
 import os
 from collections.abc import Callable
 from typing import Any

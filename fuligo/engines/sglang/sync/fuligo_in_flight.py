@@ -104,7 +104,7 @@ _in_flight = InFlight()
 
 def install() -> None:
     """Extend SGLang's scheduler."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in (pause_generation, _add_request_to_queue, process_batch_result):
         HookRegistry.register(f"{SCHEDULER}.{hook.__name__}", hook, HookType.AROUND)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import fuligo_in_flight  # pyright: ignore[reportMissingImports]
+import fuligo_in_flight
 
 LOAD_FORMAT = "fuligo_sync"
 """`load_format` of a call that receives a stream; its only name is the stream's number."""
@@ -41,7 +41,7 @@ TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 def install() -> None:
     """Extend SGLang's calls; SGLang applies the hooks in each of its processes."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in (init_weights_update_group, destroy_weights_update_group, update_weights_from_distributed):
         HookRegistry.register(f"{RUNNER}.{hook.__name__}", hook, HookType.AROUND)
@@ -135,7 +135,7 @@ def update_weights_from_distributed(
 
 def connect(host: str, port: int, group_name: str) -> Any:
     """Return a connection to the sender's store, with the keys of this group."""
-    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import PrefixStore, TCPStore
 
     return PrefixStore(f"{group_name}/stream", TCPStore(host, port, is_master=False, timeout=BUCKET_WITHIN))
 

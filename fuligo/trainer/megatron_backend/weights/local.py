@@ -165,5 +165,5 @@ def _layer(name: str) -> str | None:
 def unwrapped(chunk: nn.Module) -> Any:
     """Return the model inside its wrappers."""
     while not hasattr(chunk, "decoder"):
-        chunk = chunk.module  # pyright: ignore[reportAssignmentType]
+        chunk = chunk.module  # pyrefly: ignore[bad-assignment]
     return chunk

@@ -81,7 +81,7 @@ def test_a_model_that_rounds_much_in_half_precision_is_served_if_its_attention_i
     forward = EngineModel.forward
 
     def shifted(self: EngineModel, ids: torch.Tensor, positions: torch.Tensor, *rest: object, **given: object) -> torch.Tensor:
-        return forward(self, ids, positions // 2, *rest, **given)  # pyright: ignore[reportArgumentType]
+        return forward(self, ids, positions // 2, *rest, **given)
 
     if is_wrong:
         monkeypatch.setattr(EngineModel, "forward", shifted)

@@ -74,7 +74,7 @@ async def test_a_stream_sends_nothing_of_a_stop_string_whose_request_has_not_end
     request = Request("r", [1], SamplingParams(99, stop=("left",)), frozenset(), 0, waiter=asyncio.get_running_loop().create_future())
     request.output_ids = list(ids)
     engine = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer), abort=lambda which: None)  # noqa: F811
-    api = OpenAiApi(engine)  # pyright: ignore[reportArgumentType]
+    api = OpenAiApi(engine)
     parts = api._events([request], {}, is_chat=False, with_usage=False, held_back=len("left") - 1)
     texts = [json.loads((await anext(parts)).removeprefix(b"data: "))["choices"][0]["text"]]
     assert texts[0] and "how many are ".startswith(texts[0])

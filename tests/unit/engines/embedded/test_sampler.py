@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def request(seed: int = 0, output_ids: list[int] | None = None, end_ids: frozenset[int] = frozenset(), **params: object) -> Request:
-    sampling = SamplingParams(100, **params)  # pyright: ignore[reportArgumentType]
+    sampling = SamplingParams(100, **params)
     return Request("r", [1], sampling, end_ids, seed, output_ids=output_ids or [])
 
 
@@ -32,7 +32,7 @@ def test_samples_follow_the_distribution(params: dict[str, float]) -> None:
     num_draws = 20_000
     logits = torch.tensor([2.0, 1.5, 0.0, -1.0, 0.5, 1.0, -3.0, 0.2])
     probs = (logits / params.get("temperature", 1.0)).softmax(0)
-    kept = allowed(probs.tolist(), **{name: value for name, value in params.items() if name != "temperature"})  # pyright: ignore[reportArgumentType]
+    kept = allowed(probs.tolist(), **{name: value for name, value in params.items() if name != "temperature"})
     expected = np.array([probs[token].item() if token in kept else 0.0 for token in range(len(logits))])
     expected = num_draws * expected / expected.sum()
     batch = SamplingBatch.of([request(seed=9, **params)] * num_draws, len(logits), CPU)

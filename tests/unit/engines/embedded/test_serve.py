@@ -323,7 +323,7 @@ class Sender:
 
 async def test_a_model_that_was_zeroed_under_the_current_version_is_noticed(group: EngineGroup) -> None:
     settings = WeightSyncSettings("tensor", 2**20, False, Path(), Path())
-    weights = WeightSync(Sender(), group, settings)  # pyright: ignore[reportArgumentType]
+    weights = WeightSync(Sender(), group, settings)
     assert [await weights.sync(), await weights.sync()] == [1, 2], "the run's own updates are no alarm"
     zeros = [(name, torch.zeros_like(weight)) for name, weight in tiny.model().named_parameters()]
     await group.pause("in_place")

@@ -87,7 +87,7 @@ def test_an_unknown_taskset_is_refused(taskset: None) -> None:
 
 async def test_a_row_without_a_task_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot play sample 3: its metadata holds no task of verifiers"):
-        await verifiers.play(None, Row("", "", {}, 3))  # pyright: ignore[reportArgumentType]
+        await verifiers.play(None, Row("", "", {}, 3))
 
 
 def test_without_verifiers_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

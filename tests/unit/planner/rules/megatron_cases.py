@@ -78,7 +78,7 @@ def _case(draw: random.Random) -> Case:
 def _is_refused(case: Case) -> bool:
     """Return whether Megatron-Core's config raises."""
     import torch
-    from megatron.core.transformer.transformer_config import (  # pyright: ignore[reportMissingImports]
+    from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
     )

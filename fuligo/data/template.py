@@ -69,8 +69,9 @@ class ChatTemplate:
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def _render(self, messages: Messages, tools: list[Any] | None, arguments: dict[str, Any]) -> Any:
+        options: dict[str, Any] = {"tokenize": False, **arguments}
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **arguments})  # pyrefly: ignore[bad-argument-type]
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **options)
         except Exception as error:  # a template may raise any exception
             raise DataError(f"the chat template rejects the messages: {type(error).__name__}: {error}") from error
 

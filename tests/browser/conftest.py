@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "recorded")
 
@@ -74,27 +74,43 @@ def serve() -> Iterator[Serve]:
         thread.join(120)
 
 
+@pytest.fixture(scope="module")
+def free_pages() -> list[Page]:
+    """Return empty pages of the browser, for the next tests: a new one starts a process, for as much CPU time as a page of fuligo takes."""
+    return []
+
+
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[OpenPage]:
+def open_page(browser: Browser, free_pages: list[Page]) -> Iterator[OpenPage]:
     """Open an address; fail the test if the page logs an error or asks any server but its own."""
     complaints: list[str] = []
     foreign: list[str] = []
-    pages: list[Page] = []
+    opened: list[tuple[Page, dict[str, Callable]]] = []
 
     def open_it(address: str, width: int = 1280, scheme: str = "light") -> Page:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = free_pages.pop() if free_pages else browser.new_page()
         page.set_default_timeout(DEADLINE_MS)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
         home = address.partition("#")[0].partition("?")[0]
-        page.on("request", lambda request: None if request.url.startswith(home) else foreign.append(request.url))
+        listeners: dict[str, Callable] = {
+            "console": lambda message: complaints.append(message.text),
+            "pageerror": lambda error: complaints.append(str(error)),
+            "request": lambda request: None if request.url.startswith(home) else foreign.append(request.url),
+        }
+        for event, listener in listeners.items():
+            page.on(event, listener)
+        opened.append((page, listeners))
         page.goto(address)
-        pages.append(page)
         return page
 
     yield open_it
-    for page in pages:
-        page.close()
+    for page, listeners in opened:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+        page.mouse.move(0, 0)
+        page.goto("about:blank")
+        free_pages.append(page)
     assert complaints == []
     assert foreign == []
 

@@ -47,7 +47,10 @@ ROOT = Path(__file__).parents[2]
 GUARD = str(ROOT / "fuligo" / "engines" / "guard.py")
 PROGRAMS = {
     str(ROOT / "tests" / "sglang" / f"{name}.py")
-    for name in ("compressed_loader", "fp8_loader", "mtp_scorer", "schema_reader", "sent_loader")
+    for name in (
+        *("compiled_kernels", "compressed_loader", "fp8_loader", "interpreted_draws", "interpreted_kernels", "interpreted_ranks"),
+        *("kernel_names", "mtp_scorer", "sampler_hook", "schema_reader", "sent_loader"),
+    )
 }
 """Programs that are started with `python PROGRAM` on SGLang's interpreter."""
 
@@ -141,6 +144,8 @@ def _run_to_end(program: Callable[[], object]) -> NoReturn:
         program()
     except SystemExit as end:
         code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

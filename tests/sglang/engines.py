@@ -47,16 +47,22 @@ def server_settings(name: str, model: Path, claims: PortClaims, log_file: Path, 
     return ServerSettings(name=name, model_path=str(model), ports=ports, log_file=log_file, **given)
 
 
-def run_program(name: str, *arguments: object, text: str = "") -> list[str]:
-    """Run a program of this directory on SGLang's interpreter; return the lines of its standard output.
+def finished_program(name: str, *arguments: object, text: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of this directory on SGLang's interpreter to its end.
 
     It has the environment of an engine and, like it, forks from the process that has imported SGLang (`tests/e2e/warm_servers.py`).
 
     Args:
         text: its standard input
+        variables: are added to its environment
     """
     command = [str(sglang_python()), str(Path(__file__).with_name(f"{name}.py")), *map(str, arguments)]
-    environment = {**os.environ, **OWN_ENVIRONMENT, **CPU_ENVIRONMENT, **ENVIRONMENT}
-    done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, check=False, timeout=500)
+    environment = {**os.environ, **OWN_ENVIRONMENT, **CPU_ENVIRONMENT, **ENVIRONMENT, **variables}
+    return subprocess.run(command, env=environment, input=text, capture_output=True, text=True, check=False, timeout=500)
+
+
+def run_program(name: str, *arguments: object, text: str = "", **variables: str) -> list[str]:
+    """Run a program as `finished_program` does; return the lines of its standard output. It must exit with 0."""
+    done = finished_program(name, *arguments, text=text, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

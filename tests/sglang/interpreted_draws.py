@@ -4,15 +4,13 @@ they differ.
 For an interpreter with triton and a CPU build of torch, such as SGLang's.
 """
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
 import sys
 from pathlib import Path
 
+import sitecustomize  # pyright: ignore[reportMissingImports]
 import torch
 
+sitecustomize.interpret_kernels()
 sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
 import fuligo_draw
 

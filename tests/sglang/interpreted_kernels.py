@@ -3,18 +3,15 @@
 For an interpreter with triton and a CPU build of torch, such as SGLang's. In float16: the interpreter does not know bfloat16.
 """
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
+import sitecustomize  # pyright: ignore[reportMissingImports]
 import torch
-from triton.runtime import interpreter
 
+sitecustomize.interpret_kernels()
 MODELS = Path(__file__).parents[2] / "fuligo" / "models"
 
 
@@ -27,16 +24,6 @@ def load(name: str) -> Any:
     return module
 
 
-own_patch = interpreter._patch_lang_tensor
-
-
-def patch(tensor: Any, scope: Any) -> None:
-    """Let numpy 2.4 convert the interpreter's scalars, arrays of one element, to indices."""
-    own_patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch
 kernels, expert_kernels = load("invariant_kernels"), load("invariant_expert_kernels")
 kernels._num_processors = lambda device: 7  # programs of the linear kernel, each of which computes several tiles
 torch.manual_seed(0)

@@ -2,7 +2,9 @@
 
 The trainer holds whole matrices. In float16, and without communication: the sum of two ranks' numbers has one value.
 
-Prints the exit code of a process that loads the plugin where SGLang lacks an operation, then the module of each operation that the plugin
+    python interpreted_ranks.py PLUGIN
+
+Runs in SGLang's interpreter. PLUGIN is the directory of the plugin, as an engine has it in `sys.path`. Prints the exit code of a process that loads the plugin where SGLang lacks an operation, then the module of each operation that the plugin
 replaces.
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2]), sys.argv[1]]
 from interpreted_kernels import half
 from sglang.srt.layers.moe import topk
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod

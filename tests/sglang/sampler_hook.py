@@ -1,15 +1,19 @@
 """Load SGLang's plugins, print whether its sampler is replaced, and compare SGLang's own sampler with what `fuligo_sampler` expects.
 
-For SGLang's interpreter.
+    python sampler_hook.py PLUGIN
+
+Runs in SGLang's interpreter. PLUGIN is the directory of the plugin, as an engine has it in `sys.path`.
 """
 
 import inspect
+import sys
 from dataclasses import fields
 
 from sglang.srt.layers import dp_attention, sampler
 from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+sys.path.append(sys.argv[1])
 load_plugins()
 own = inspect.unwrap(sampler.Sampler.forward)
 arguments = ["self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions"]

@@ -3,7 +3,6 @@
 That engine and trainer have the same bits is proved on GPUs (tests/gpu/test_exact_sglang_cuda.py).
 """
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -11,20 +10,13 @@ import pytest
 
 from fuligo.engines.host import PortClaims
 from fuligo.engines.sglang.server import EXACT_PLUGIN
-from tests.sglang.engines import STUBS, server_settings, sglang_python
-
-
-def run(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
-    python = sglang_python()
-    assert python is not None
-    variables = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{STUBS}", "SGLANG_USE_CPU_ENGINE": "1"}
-    return subprocess.run([str(python), *arguments], capture_output=True, text=True, timeout=300, env=variables, check=False)
+from tests.sglang.engines import finished_program, run_program, server_settings
 
 
 @pytest.fixture(scope="module")
 def loaded() -> subprocess.CompletedProcess[str]:
     """Return the output of a process that loads the plugin, also where SGLang lacks an operation, and computes with it."""
-    return run(str(Path(__file__).parent / "interpreted_ranks.py"), path=EXACT_PLUGIN)
+    return finished_program("interpreted_ranks", EXACT_PLUGIN)
 
 
 def test_sglang_loads_it_and_has_what_it_replaces(loaded: subprocess.CompletedProcess[str]) -> None:
@@ -40,13 +32,11 @@ def test_an_engine_ends_where_it_cannot_replace_an_operation(loaded: subprocess.
 
 
 def test_kernels_compute_the_right_values() -> None:
-    done = run(str(Path(__file__).parent / "interpreted_kernels.py"), path=STUBS)
-    assert done.returncode == 0, done.stderr
+    run_program("interpreted_kernels")
 
 
 def test_kernels_compile_for_hopper() -> None:
-    done = run(str(Path(__file__).parent / "compiled_kernels.py"), path=STUBS)
-    assert done.returncode == 0, done.stderr
+    run_program("compiled_kernels")
 
 
 def test_two_ranks_add_up_to_the_trainers_bits(loaded: subprocess.CompletedProcess[str]) -> None:

@@ -29,17 +29,29 @@ def use_plain_memory():
 if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
     use_plain_memory()
 
-if os.environ.get("TRITON_INTERPRET"):
-    from triton.runtime import interpreter
 
-    _patch_lang_tensor = interpreter._patch_lang_tensor
+def interpret_kernels():
+    """Have Triton interpret the kernels that are defined from here on, and the functions that it defined when it was imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton import language
+    from triton.runtime import interpreter, jit
 
-    def _patched(tensor, scope):
+    for module in (language, language.random, language.standard):
+        for name, value in vars(module).items():
+            if isinstance(value, jit.JITFunction):
+                setattr(module, name, interpreter.InterpretedFunction(value.fn))
+    patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
         """Let numpy 2.4 convert the interpreter's scalars, arrays of one element, to indices."""
-        _patch_lang_tensor(tensor, scope)
+        patch_lang_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = _patched
+    interpreter._patch_lang_tensor = patch
+
+
+if os.environ.get("TRITON_INTERPRET"):
+    interpret_kernels()
 
 if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     import gc

@@ -188,6 +188,7 @@ def main() -> None:
 
     In a fork, run the program, which may be a guard; in the fork of a guard, run its server.
     """
+    importlib.import_module("sitecustomize").name_kernels()
     import_all(MODULES)
     _look_up_late()
     importlib.import_module("setproctitle").setproctitle("warm servers")  # so that it knows where the command line is

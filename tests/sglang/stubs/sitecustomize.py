@@ -30,6 +30,15 @@ if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
     use_plain_memory()
 
 
+def name_kernels():
+    """Define the names of the kernels for CPUs with AMX, without the kernels."""
+    from torch import library, ops
+
+    for name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
+        if not hasattr(ops.sgl_kernel, name):
+            library.define(f"sgl_kernel::{name}", "() -> ()")
+
+
 def interpret_kernels():
     """Have Triton interpret the kernels that are defined from here on, and the functions that it defined when it was imported."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -61,15 +70,11 @@ if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch reads it when it is imported
     gc.set_threshold(100_000, 50, 1000)  # collections take a sixth of the time of SGLang's imports
 
-    from torch import library
-
-    for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
-        library.define(f"sgl_kernel::{_name}", "() -> ()")
-
     _set_start_method = multiprocessing.set_start_method
 
     def _fork(_, force=False):
         """Stand in for `set_start_method`, which SGLang calls before it starts its processes."""
+        name_kernels()
         _set_start_method("fork", force)
         scheduler = sys.modules["sglang.srt.managers.scheduler"].Scheduler
         process_input_requests = scheduler.process_input_requests

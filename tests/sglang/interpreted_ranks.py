@@ -117,7 +117,7 @@ def check_experts() -> None:
     """SGLang's ranks have half of the gate and up columns each, and half of the inputs of the last matrix."""
     num_experts, size, inner = 6, 40, 32
     gate, up, down = half(num_experts, inner, size), half(num_experts, inner, size), half(num_experts, size, inner)
-    x, logits = half(90, size), half(90, num_experts)
+    x, logits = half(66, size), half(66, num_experts)
     routed = topk.select_experts.__globals__["fused_topk"](x, logits, 2, True)
     weights, chosen = gpu_invariant.route(logits, 2, renormalize=True)
     assert torch.equal(routed[0], weights) and torch.equal(routed[1], chosen)

@@ -28,7 +28,7 @@ from tests.e2e.warm_children import NOT_READ, READ_BY_IMPORTS, ROOM, Children, i
 FORKED = "FULIGO_TEST_FORKED_ENGINE"
 """Variable of servers that may fork; tests of what a server's start leaves behind do not set it."""
 PLAIN_MEMORY = "FULIGO_TEST_PLAIN_MEMORY"
-"""Variable that a fork obeys after the imports (`tests/sglang/stubs`)."""
+"""Variable that a server obeys after the imports (`tests/sglang/stubs`)."""
 AHEAD = "FULIGO_AHEAD"
 """Variable with the processes that a server starts ahead (`fuligo/engines/sglang/ahead`); empty in servers that fork as SGLang can."""
 READ_LATER = {*NOT_READ, PLAIN_MEMORY, "TOKENIZERS_PARALLELISM"}
@@ -210,8 +210,6 @@ def main() -> None:
     show(command)
     show_environment()
     random.seed()
-    if PLAIN_MEMORY in os.environ:
-        importlib.import_module("sitecustomize").use_plain_memory()
     if os.environ.get(AHEAD):
         _fork_ahead()
     sys.path[0], sys.argv[:] = "", command[1:2] + command[3:]

@@ -82,7 +82,7 @@ def test_responses_over_weight_syncs_are_not_interrupted(job: Job, prompts: Path
             no_skip_zero_advantages=True,
             embedded_num_threads=None,
             rollout_batch_size=2,
-            rollout_max_response_len=400,
+            rollout_max_response_len=200,
             num_rollout=NUM_ROLLOUT,
             rollout_concurrency=2,  # sampling takes longer than training, so that requests are in flight at a weight sync
             run_dir=run_dir,

@@ -1,5 +1,5 @@
-"""Changes of SGLang 0.5.15 on request: plain memory instead of pinned memory, forked processes instead of spawned ones, names of kernels,
-and Triton's interpreter with numpy 2.4.
+"""Changes of SGLang 0.5.15 on request: forked processes instead of spawned ones, also with plain memory instead of pinned memory, names of
+kernels, and Triton's interpreter with numpy 2.4. A process that is not an engine, such as the router, does not import torch for them.
 
 Forked engines compile no kernels: the few for images take 12 s. Their schedulers also sleep while they are paused, as they do while they
 are idle: SGLang's spin, on the cores that the trainer needs. The process that they are forked from has the names of kernels for CPUs with
@@ -24,10 +24,6 @@ def use_plain_memory():
     for _name in ("zeros", "tensor", "arange", "empty"):
         setattr(torch, _name, _plain(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda self, *_: self
-
-
-if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
-    use_plain_memory()
 
 
 def name_kernels():
@@ -88,6 +84,8 @@ if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
     def _fork(_, force=False):
         """Stand in for `set_start_method`, which SGLang calls before it starts its processes."""
         name_kernels()
+        if os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
+            use_plain_memory()
         _set_start_method("fork", force)
         scheduler = sys.modules["sglang.srt.managers.scheduler"].Scheduler
         process_input_requests = scheduler.process_input_requests
@@ -100,3 +98,5 @@ if os.environ.get("FULIGO_TEST_FORKED_ENGINE"):
         scheduler.process_input_requests = process_and_sleep
 
     multiprocessing.set_start_method = _fork
+elif os.environ.get("FULIGO_TEST_PLAIN_MEMORY"):
+    use_plain_memory()

@@ -58,14 +58,17 @@ def test_a_report_filters_like_the_server(open_page: OpenPage, recorded: Path, t
     for path in (recorded, tmp_path / "graded"):
         run, report = RunReader(path, path.name), tmp_path / f"{path.name}.html"
         write_report([run], report)
+        page = open_page(report.as_uri())
         for query in REPORTED[path.name]:
+            page.goto(f"{report.as_uri()}#samples?step_min=99")
+            expect(page.locator(".found")).to_have_text("No sample matches.")
             given = dict(parse_qsl(query))
             index, wanted = run.index("eval" if "of" in given else "train"), SampleFilter.model_validate(given)
             rows = matching(index.table(), wanted)
             if wanted.text:
                 rows, _ = TextSearch(wanted.text).advance(index, rows, math.inf)
             assert rows.num_rows, query
-            page = open_page(f"{report.as_uri()}#samples?{query}")
+            page.goto(f"{report.as_uri()}#samples?{query}")
             expect(page.locator(".found"), query).to_have_text(f"{rows.num_rows} sample{'s' * (rows.num_rows != 1)} in this report")
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import sitecustomize  # pyright: ignore[reportMissingImports]
 import torch
 
-sitecustomize.interpret_kernels()
 sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
-import fuligo_draw
+sitecustomize.interpret_kernels()
+import fuligo_draw  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 ROWS = 160
 torch.manual_seed(0)

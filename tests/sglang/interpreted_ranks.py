@@ -4,8 +4,8 @@ The trainer holds whole matrices. In float16, and without communication: the sum
 
     python interpreted_ranks.py PLUGIN
 
-Runs in SGLang's interpreter. PLUGIN is the directory of the plugin, as an engine has it in `sys.path`. Prints the exit code of a process that loads the plugin where SGLang lacks an operation, then the module of each operation that the plugin
-replaces.
+Runs in SGLang's interpreter. PLUGIN is the directory of the plugin, as an engine has it in `sys.path`. Prints the exit code of a process
+that loads the plugin where SGLang lacks an operation, then the module of each operation that the plugin replaces.
 """
 
 import os

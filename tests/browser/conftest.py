@@ -106,9 +106,9 @@ def open_page(browser: Browser, free_pages: list[Page]) -> Iterator[OpenPage]:
 
     yield open_it
     for page, listeners in opened:
+        page.mouse.move(0, 0)  # returns once all that the page has logged has arrived
         for event, listener in listeners.items():
             page.remove_listener(event, listener)
-        page.mouse.move(0, 0)
         page.goto("about:blank")
         free_pages.append(page)
     assert complaints == []

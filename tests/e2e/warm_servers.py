@@ -33,7 +33,7 @@ AHEAD = "FULIGO_AHEAD"
 """Variable with the processes that a server starts ahead (`fuligo/engines/sglang/ahead`); empty in servers that fork as SGLang can."""
 READ_LATER = {*NOT_READ, PLAIN_MEMORY, "TOKENIZERS_PARALLELISM"}
 """Variables that no import reads, or that a fork obeys after the imports."""
-READ_BY_SGLANG = (*READ_BY_IMPORTS, "FULIGO_TEST_", "SGLANG_", "SGL_")
+READ_BY_SGLANG = (*READ_BY_IMPORTS, "FULIGO_TEST_", "SGLANG_", "SGL_", "TRITON_")
 MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.detokenizer_manager",

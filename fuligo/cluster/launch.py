@@ -90,7 +90,7 @@ class LaunchedCluster:
 
     async def wait_ready(self) -> None:
         """Wait until all nodes have joined. Raises EngineError, which names the node, if one did not start or did not join in time."""
-        await head_is_open(self._head, self._settings.ip, self._settings.port)
+        await head_is_open(self._head, self._settings.ip, self._settings.port, self._check_workers)
         import ray
 
         ray.init(address=self.address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
@@ -121,9 +121,7 @@ class LaunchedCluster:
             if not missing:
                 return
             self._head.check_alive()
-            for host, worker in self._workers.items():
-                if worker.poll() is not None:
-                    raise EngineError(f"the worker on {host.address} ended with exit code {worker.returncode}:\n{self._last_lines(host)}")
+            self._check_workers()
             if time.monotonic() > deadline:
                 output = "\n".join(f"{host.address} printed:\n{self._last_lines(host)}" for host in missing)
                 names = ", ".join(host.address for host in missing)
@@ -134,6 +132,11 @@ class LaunchedCluster:
                     f"{output}"
                 )
             await asyncio.sleep(POLL_S)
+
+    def _check_workers(self) -> None:
+        for host, worker in self._workers.items():
+            if worker.poll() is not None:
+                raise EngineError(f"the worker on {host.address} ended with exit code {worker.returncode}:\n{self._last_lines(host)}")
 
     def _start_worker(self, host: Host, token: str) -> subprocess.Popen[bytes]:
         join = [sys.executable, "-m", "fuligo", "launch", "--join", self.address, "--name", host.address]

@@ -4,11 +4,12 @@ A guard ends Ray's processes when the process that started them ends.
 """
 
 import asyncio
+import json
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import psutil
@@ -21,9 +22,9 @@ from fuligo.formats.private import kept_directory
 GRACE_S = 40.0
 """Seconds for Ray's workers, and the engines that they started, to shut down."""
 START_TIMEOUT_S = 120.0
-AGENT_PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metrics-export-port", "runtime-env-agent-port")
-"""Options for the ports of Ray's agents. If agents choose their own ports, Ray ends the node unless they report them within 15 s, and on a
-busy machine or a slow disk their imports alone take longer."""
+AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "metrics_export_port", "runtime_env_agent_port")
+"""Parameters for the ports of Ray's agents. If agents choose their own ports, Ray ends the node unless they report them within 15 s, and on
+a busy machine or a slow disk their imports alone take longer."""
 MAX_ROOT_LENGTH = 8
 """Longest path of a temporary directory, in characters; with a longer one, paths of Ray's sockets exceed the limit of 107 characters."""
 
@@ -46,14 +47,11 @@ def start_command(
         host: address at which the other nodes reach this machine; None: Ray chooses one
         name: name of the node in Ray
     """
-    options = {"port": head_port, "address": address, "node-name": name, "node-ip-address": host}
-    options |= {"num-cpus": num_cpus, "num-gpus": num_gpus, **{option: claims.claim() for option in AGENT_PORTS}}
-    # Neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output has a reader here.
-    switches = ["--include-log-monitor=false"]
-    if head_port is not None:
-        switches += ["--head", "--no-monitor", "--include-dashboard=false"]
-    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    return [sys.executable, "-m", "ray.scripts.scripts", "start", *switches, *given, "--block", "--disable-usage-stats"]
+    parameters = {"gcs_server_port": head_port, "gcs_address": address, "node_name": name, "node_ip_address": host}
+    parameters |= {"num_cpus": num_cpus, "num_gpus": num_gpus, **{port: claims.claim() for port in AGENT_PORTS}}
+    parameters |= {"temp_dir": str(session_root())}
+    given = {name: value for name, value in parameters.items() if value is not None}
+    return [sys.executable, "-m", "fuligo.cluster.ray_node", json.dumps(given)]
 
 
 def session_root() -> Path:
@@ -79,14 +77,18 @@ def start_node(name: str, command: list[str], log_file: Path) -> ServerProcess:
     }
     own = {name: os.environ.get(name, value) for name, value in given.items()}
     own["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # nothing else runs on the run's nodes
-    command = [*command, f"--temp-dir={session_root()}"]
+    own["RAY_USAGE_STATS_ENABLED"] = "0"
     return ServerProcess(name, command, log_file=log_file, environment=own, grace_s=GRACE_S)
 
 
-async def head_is_open(head: ServerProcess, host: str, port: int) -> None:
-    """Wait until the head accepts connections. Raises EngineError with the last lines of its log if it ended, or was not ready in time."""
+async def head_is_open(head: ServerProcess, host: str, port: int, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until the head accepts connections, calling `check` meanwhile.
+
+    Raises EngineError with the last lines of its log if it ended, or was not ready in time.
+    """
 
     async def connects() -> bool:
+        check()
         try:
             _, writer = await asyncio.open_connection(host, port)
         except OSError:

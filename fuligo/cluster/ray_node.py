@@ -1,0 +1,51 @@
+"""Ray's processes of one node: `python -m fuligo.cluster.ray_node PARAMETERS`, with fields of `RayParams` as JSON.
+
+`ray start` would also import Ray Serve and, on the head, start Ray's client server and API server, which nobody uses here: two more open
+ports, and 3 s of CPU time before the run can connect.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+from ray._private import services
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+POLL_S = 1.0
+FIRST_WORKER_PORT, LAST_WORKER_PORT = 10002, 19999
+"""As with `ray start`; `RayParams` alone would let workers use any port."""
+
+
+class _Node(Node):
+    """Ray's processes without the API server, which Ray starts even without a dashboard."""
+
+    def start_api_server(self, **_: Any) -> None:
+        pass
+
+
+def run(parameters: dict[str, Any]) -> str:
+    """Run Ray's processes until one of them has ended; return which, and where its log is. It is the head unless `gcs_address` is given."""
+    if "node_ip_address" in parameters:
+        parameters["node_ip_address"] = services.resolve_ip_for_localhost(parameters["node_ip_address"])
+    is_head = "gcs_address" not in parameters
+    if is_head:
+        maybe_enable_token_auth_if_token_available()
+    ensure_token_if_auth_enabled(create_token_if_missing=False)
+    # Neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output has a reader here.
+    given = {**parameters, "no_monitor": True, "include_log_monitor": False}
+    node = _Node(RayParams(**given, min_worker_port=FIRST_WORKER_PORT, max_worker_port=LAST_WORKER_PORT), head=is_head)
+    while not (ended := node.dead_processes()):
+        time.sleep(POLL_S)
+    node.kill_all_processes(check_alive=False, allow_graceful=False)
+    listed = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
+    return f"ended by themselves: {listed}; their logs are in {node.get_logs_dir_path()}"
+
+
+if __name__ == "__main__":
+    sys.exit(run(json.loads(sys.argv[1])))

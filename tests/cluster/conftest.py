@@ -9,10 +9,18 @@ from fuligo.engines.host import PortClaims
 from tests.cluster.hosts import Network, network_of, why_not
 from tests.cluster.launched_run import LaunchedRun, LaunchOnHosts
 from tests.e2e.conftest import checkpoint, job, prompts, start, warm_commands
+from tests.e2e.warm_children import ForkServer
+from tests.e2e.warm_worker import serve_workers
 
 __all__ = ["checkpoint", "job", "prompts", "start", "warm_commands"]
 
 pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="session")
+def warm_workers(warm_commands: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the variables of a command whose ranks and node agents fork from what its engine forks from."""
+    return serve_workers(warm_commands.children, tmp_path_factory.mktemp("workers") / "socket")
 
 
 @pytest.fixture

@@ -28,12 +28,14 @@ def launch(hosts: Path, port: int, *, ssh: str = SHELL, timeout_s: int = 120) ->
     return ["launch", "--hostfile", str(hosts), "--head-port", str(port), "--ssh", ssh, "--timeout-s", str(timeout_s), "--"]
 
 
-def test_two_nodes_train_and_end_with_the_driver(job: Job, start: Start, free_port: int, tmp_path: Path) -> None:
+def test_two_nodes_train_and_end_with_the_driver(
+    job: Job, start: Start, free_port: int, warm_workers: dict[str, str], tmp_path: Path
+) -> None:
     """Each node has a rank; after the driver is killed, both nodes end."""
     hosts = hostfile(tmp_path, "127.0.0.2 slots=2\n127.0.0.3 slot=2  # MPI writes slots\n")
     run_dir = tmp_path / "run"
     train = job(actor_num_nodes=2, actor_num_gpus_per_node=1, num_rollout=1000, run_dir=run_dir)
-    process = start(*launch(hosts, free_port), *train[1:], warm=True)
+    process = start(*launch(hosts, free_port), *train[1:], warm=True, **warm_workers)
 
     def raylets() -> list[int]:
         return [pid for pid, command in descendants(process.pid).items() if "raylet/raylet" in command]
@@ -69,6 +71,7 @@ except ConnectionError as error:
 def stranger_at(address: str) -> subprocess.Popen[str]:
     """Start a process that does not have the cluster's token and tries to run code in the cluster."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # by default it would try for 20 s, while the run trains on
     command = [sys.executable, "-c", STRANGER, address]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

@@ -52,18 +52,20 @@ def test_an_engine_spans_two_nodes(free_port: int, tmp_path: Path) -> None:
     ],
     ids=["separate", "colocated"],
 )
-def test_ranks_and_engines_agree(start: Start, tmp_path: Path, placement: tuple[str, ...], num_rollouts: int) -> None:
+def test_ranks_and_engines_agree(
+    start: Start, warm_workers: dict[str, str], tmp_path: Path, placement: tuple[str, ...], num_rollouts: int
+) -> None:
     """Colocated, they take turns, each rank hands its weights to the engine beside it, and the reward rises.
 
     tests/sglang/test_job.py checks that it rises with separate engines; test_launch.py and test_ends.py have two separate ranks.
     """
     run_dir = tmp_path / "run"
-    process = start("train", *task(run_dir), "--num-rollout", num_rollouts, *placement, warm=True)
+    process = start("train", *task(run_dir), "--num-rollout", num_rollouts, *placement, warm=True, **warm_workers)
     wait_until(lambda: len(metrics(run_dir)) >= 2 or process.poll() is not None, "two steps are recorded", timeout_s=400)
     family = descendants(process.pid)
     said, _ = process.communicate(timeout=400)
     assert process.returncode == 0, said
-    assert sum("sglang.launch_server" in command and "guard" not in command for command in family.values()) == 2, family
+    assert sum("sglang.launch_server" in command and command.startswith(f"{sglang_python()} ") for command in family.values()) == 2, family
 
     steps = metrics(run_dir)
     assert len(steps) == num_rollouts

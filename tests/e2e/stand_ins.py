@@ -1,8 +1,9 @@
-"""SGLang's servers of a command that fork from a process of the tests, so that not every command imports SGLang, for 6 s of CPU time.
+"""Processes of a command that fork from a process of the tests, so that not every command imports SGLang, for 6 s of CPU time.
 
-Such a server cannot be a child of the command. Where the command would start a guard with its server, it forks a stand-in, which has the
-tests start the guard, passes SIGTERM on, and ends as the guard ends. The guard has the command's pipe as its standard input, and so ends
-with the command, however that ends. `processes.descendants` follows a stand-in to its guard.
+Such a process cannot be a child of the command: SGLang's servers here, and Ray's workers (`warm_worker`). Where the command would start a
+guard with its server, it forks a stand-in, which has the tests start the guard, passes SIGTERM on, and ends as the guard ends. The guard has
+the command's pipe as its standard input, and so ends with the command, however that ends. `processes.descendants` follows a stand-in to its
+guard.
 """
 
 import json
@@ -28,10 +29,10 @@ STAND_IN = "stand-in for "
 
 
 class Broker:
-    """Thread of the tests that starts guards for stand-ins.
+    """Thread of the tests that starts guards and workers for stand-ins.
 
     Args:
-        servers: start guards as children of this process.
+        servers: start them as children of this process.
         path: of the socket.
     """
 
@@ -50,9 +51,12 @@ class Broker:
         """Start a guard; pass on signals, and its end. It is killed if its stand-in is."""
         with connection:
             message, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST_BYTES, 3)
-            pid = self._servers.start(json.loads(message), descriptors)
+            request = json.loads(message)
+            pid = self._servers.start(request, descriptors) if self._servers.suits(request["command"], request["environment"]) else None
             for descriptor in descriptors:
                 os.close(descriptor)
+            if pid is None:
+                return
             connection.send(str(pid).encode())
             ended, poll = os.pidfd_open(pid), select.poll()  # `select` refuses descriptors above 1023
             poll.register(ended, select.POLLIN)
@@ -92,12 +96,15 @@ class StandIns:
         return self._children.start({**request, "command": command, "environment": environment}, descriptors)
 
 
-def main() -> None:
-    """Stand in for a guard."""
+def stand_in(address: str, request: str) -> None:
+    """Have the process of a request started at the tests' socket, and stand in for it until it ends; return if it may not fork."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(os.environ[ADDRESS])
-    socket.send_fds(connection, [os.environ[REQUEST].encode()], [0, 1, 2])
-    pid = int(connection.recv(16))
+    connection.connect(address)
+    socket.send_fds(connection, [request.encode()], [0, 1, 2])
+    answer = connection.recv(16)
+    if not answer:
+        return
+    pid = int(answer)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
@@ -112,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    stand_in(os.environ[ADDRESS], os.environ[REQUEST])

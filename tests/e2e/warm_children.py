@@ -21,13 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process", "tests.e2e.train_many", "tests.parity.rank_driver")
+SERVED = ("fuligo", "fuligo.trainer.ranks.rank_process", "tests.e2e.train_many", "tests.e2e.warm_worker", "tests.parity.rank_driver")
 """Modules that are started with `python -m`."""
 STARTING_OTHERS = (
     ["fuligo", "train"],
     ["fuligo", "launch"],
     ["fuligo", "train-many"],
     ["tests.e2e.train_many"],
+    ["tests.e2e.warm_worker"],
     ["tests.parity.rank_driver"],
 )
 """Modules, and commands of theirs, that start an engine and ranks."""
@@ -99,13 +100,13 @@ class ForkServer:
 
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._ours = connection
-        self._environment = environment
+        self.children = Children(connection, environment)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Let children fork in this block; those whose environment changes imports start fresh."""
         fresh = subprocess.Popen._execute_child
-        patch_popen(Children(self._ours, self._environment))
+        patch_popen(self.children)
         try:
             yield
         finally:
@@ -130,10 +131,11 @@ class ForkedChildren(Protocol):
 class Children:
     """The command's end of its fork server."""
 
+    _lock = threading.Lock()  # of all, since adoption is a switch of the process
+
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection = connection
         self._environment = environment
-        self._lock = threading.Lock()
         self._prctl = ctypes.CDLL(None).prctl
 
     def suits(self, arguments: Any, environment: Mapping[str, str]) -> bool:

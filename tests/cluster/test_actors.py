@@ -5,6 +5,7 @@ manages, under the machine's own numbers.
 """
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from fuligo.trainer.ranks.trainer import RankedTrainer
 from tests import train_batches
 from tests.cluster.listening_rank import ListeningRank
 from tests.cluster.plain_engine import PlainEngine
+from tests.e2e.command import warm_start
+from tests.e2e.warm_worker import serve_workers
 
 LAYOUT = Layout(cp=2, num_ranks=4)
 """Two replicas of two ranks."""
@@ -37,15 +40,19 @@ sleep 60
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Start Ray in this process, with two GPUs that have the numbers 7 and 5 on the machine."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start Ray in this process, with two GPUs that have the numbers 7 and 5 on the machine, and with workers that fork."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+        forks = warm_start().fork_server(os.environ)  # which differ in the numbers and in what no worker here reads
+        for name, value in serve_workers(forks.children, tmp_path_factory.mktemp("workers") / "socket").items():
+            changed.setenv(name, value)
         changed.setenv("RAY_prestart_worker_first_driver", "0")  # as fuligo does
         size = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 100 * 2**20}
         ray.init("local", **size, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+    forks.close()
 
 
 @pytest.mark.parametrize(("given", "ordered"), [([5, 10, 7], ("5", "7", "10")), (["GPU-b", "GPU-a"], ("GPU-b", "GPU-a")), ([], ())])

@@ -1,9 +1,9 @@
 """Processes of a command that fork from a process of the tests, so that not every command imports SGLang, for 6 s of CPU time.
 
 Such a process cannot be a child of the command: SGLang's servers here, and Ray's workers (`warm_worker`). Where the command would start a
-guard with its server, it forks a stand-in, which has the tests start the guard, passes SIGTERM on, and ends as the guard ends. The guard has
-the command's pipe as its standard input, and so ends with the command, however that ends. `processes.descendants` follows a stand-in to its
-guard.
+guard with its server, it forks a stand-in, which has the tests start the guard, passes SIGTERM on, and ends as the guard ends. The guard
+has the command's pipe as its standard input, and so ends with the command, however that ends. `processes.descendants` follows a stand-in to
+its guard.
 """
 
 import json
@@ -120,3 +120,4 @@ def stand_in(address: str, request: str) -> None:
 
 if __name__ == "__main__":
     stand_in(os.environ[ADDRESS], os.environ[REQUEST])
+    sys.exit("the tests start no such server")

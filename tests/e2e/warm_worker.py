@@ -1,8 +1,8 @@
 """Worker of Ray that forks from a process of the tests: `python -m tests.e2e.warm_worker SCRIPT ARGUMENT ...`.
 
 The actors of a run, its ranks and the agents of its nodes, would import torch and transformers, and their engines SGLang. Ray starts its
-workers with the interpreter of the job's runtime environment: here this module, which becomes a stand-in for a fork. A worker with variables
-that change imports starts fresh.
+workers with the interpreter of the job's runtime environment: here this module, which becomes a stand-in for a fork. A worker whose
+variables change imports starts fresh.
 """
 
 import json

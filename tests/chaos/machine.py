@@ -5,13 +5,13 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.command import environment
+from tests.e2e.command import environment, warm_start
+from tests.e2e.processes import command_line, wait_until
 from tests.e2e.warm_children import ForkServer
-from tests.e2e.warm_start import WarmStart
 from tests.small_disk import BALLAST, SmallDisk, mounted
 
 DISK_BYTES = 64 * 1024**2
@@ -43,14 +43,20 @@ class Machine:
 
     @contextmanager
     def warm(self) -> Iterator[ForkServer]:
-        """Start a process on this machine from which runs and their processes fork."""
-        start = WarmStart(self.environment(), place=self.command)
-        server = start.fork_server()
+        """Have the tests' process that forks do so on this machine, for runs and their processes. Their clock cannot be stepped."""
+        inside = subprocess.Popen(self.command("sleep", "infinity"), env=self.environment())
         try:
-            yield server
+            wait_until(lambda: command_line(inside.pid).startswith("sleep "), "the machine has started")
+            with ExitStack() as stack:
+                files = [stack.enter_context(Path(f"/proc/{inside.pid}/ns/{kind}").open("rb")) for kind in ("net", "mnt")]
+                server = warm_start().fork_server(self.environment(), [file.fileno() for file in files])
+            try:
+                yield server
+            finally:
+                server.close()
         finally:
-            server.close()
-            start.close()
+            inside.kill()
+            inside.wait()
 
     def step_clock(self, seconds: int) -> None:
         """Set the wall clock to this many seconds from the true time."""

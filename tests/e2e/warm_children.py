@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -225,6 +226,7 @@ def _become(request: dict[str, Any], received: list[int]) -> str:
         os.setpgid(0, request["group"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # which TMPDIR sets
     os.chdir(request["directory"])
     sys.path[0] = request["directory"]
     _, _, module, *arguments = request["command"]

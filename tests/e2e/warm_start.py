@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -42,25 +42,18 @@ MODULES = (
 
 
 PR_SET_PDEATHSIG = 1
+LARGEST_NUMBER_OF_DESCRIPTORS = 8
 
 
 class WarmStart:
-    """Process that forks for commands, one after the other. It ends with this process, and a command with both, however they end.
+    """Process that forks for commands, one after the other. It ends with this process, and a command with both, however they end."""
 
-    `place`: returns the command that executes its arguments elsewhere, in other namespaces, in the process that is started.
-    """
-
-    def __init__(
-        self,
-        environment: dict[str, str],
-        modules: Sequence[str] = MODULES,
-        place: Callable[..., list[str]] = lambda *arguments: [*arguments],
-    ) -> None:
+    def __init__(self, environment: dict[str, str], modules: Sequence[str] = MODULES) -> None:
         self._read_by_imports = read_by_imports(environment)
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tests.e2e.warm_start", ROOM, str(os.getpid()), str(theirs.fileno()), *modules]
-            self._process = subprocess.Popen(place(*command), env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
         self._socket.close()
@@ -70,15 +63,16 @@ class WarmStart:
         """Return whether what is already imported is what a command with this environment would import; False after an interrupted one."""
         return self._socket.fileno() != -1 and read_by_imports(environment) == self._read_by_imports
 
-    def fork_server(self, environment: Mapping[str, str] | None = None) -> ForkServer:
+    def fork_server(self, environment: Mapping[str, str] | None = None, namespaces: Sequence[int] = ()) -> ForkServer:
         """Fork a process that starts commands, engines and ranks as children of this process, any number at a time.
 
         Args:
             environment: variables of those that may fork, if they do not have those of the imports; the difference must not matter to them.
+            namespaces: descriptors of namespaces that it enters.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            socket.send_fds(self._socket, [_number(0)], [theirs.fileno()])
+            socket.send_fds(self._socket, [_number(0)], [theirs.fileno(), *namespaces])
             _receive_number(self._socket)
         return ForkServer(ours, self._read_by_imports if environment is None else read_by_imports(environment))
 
@@ -134,11 +128,19 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+def enter(namespace: int) -> None:
+    """Move this process, which has one thread, to a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot enter a namespace")
+    os.close(namespace)
+
+
 def next_command(connection: socket.socket) -> str:
     """Fork for every request; return in the child only, the module to run, after arguments, environment, directory and output are set."""
     server = os.getpid()
     while True:
-        header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+        header, descriptors, _, _ = socket.recv_fds(connection, 4, LARGEST_NUMBER_OF_DESCRIPTORS)
         if not header:
             os._exit(0)  # the tests have ended
         length = int.from_bytes(header, "little")
@@ -157,7 +159,10 @@ def next_command(connection: socket.socket) -> str:
     end_with(server)
     connection.close()
     if not request:
-        return serve_others(socket.socket(fileno=descriptors[0]))
+        served, *namespaces = descriptors
+        for namespace in namespaces:
+            enter(namespace)
+        return serve_others(socket.socket(fileno=served))
     for descriptor, standard in zip(descriptors, (1, 2), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)

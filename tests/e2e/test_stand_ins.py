@@ -15,6 +15,8 @@ from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.stand_ins import ADDRESS, REQUEST, Broker
 
 StandIn = Callable[[str], subprocess.Popen[str]]
+UNKNOWN = "unknown"
+"""Command that the tests do not start."""
 WAITS = "trap 'exit 5' TERM; echo ready; while :; do sleep 0.1; done"
 
 
@@ -24,8 +26,8 @@ class Shells:
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def suits(self, *_: object) -> bool:
-        return True
+    def suits(self, command: str, _: object) -> bool:
+        return command != UNKNOWN
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
         stdin, stdout, stderr = descriptors
@@ -40,7 +42,7 @@ def stand_in(tmp_path: Path) -> Iterator[StandIn]:
     Broker(Shells(), address)
 
     def start(command: str) -> subprocess.Popen[str]:
-        variables = {**os.environ, ADDRESS: str(address), REQUEST: json.dumps({"command": command})}
+        variables = {**os.environ, ADDRESS: str(address), REQUEST: json.dumps({"command": command, "environment": {}})}
         python = [sys.executable, "-m", "tests.e2e.stand_ins"]
         running.append(subprocess.Popen(python, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         return running[-1]
@@ -54,6 +56,10 @@ def stand_in(tmp_path: Path) -> Iterator[StandIn]:
 @pytest.mark.parametrize(("command", "code"), [("exit 3", 3), ("kill -9 $$", -signal.SIGKILL)])
 def test_it_ends_alike(stand_in: StandIn, command: str, code: int) -> None:
     assert stand_in(command).wait(60) == code
+
+
+def test_it_fails_if_nothing_is_started_for_it(stand_in: StandIn) -> None:
+    assert stand_in(UNKNOWN).wait(60) == 1
 
 
 def test_it_passes_sigterm_on_and_leads_to_the_process(stand_in: StandIn) -> None:

@@ -50,14 +50,17 @@ def lose_a_rank(process: subprocess.Popen[str], run_dir: Path, number: signal.Si
 def test_a_run_that_lost_a_rank_resumes_and_leaves_nothing_behind_at_ctrl_c(
     job: Job, start: Start, warm_workers: dict[str, str], tmp_path: Path
 ) -> None:
-    """It resumes on the rank that is left. A terminal sends Ctrl-C to all processes of the run."""
+    """It resumes on the rank that is left. A terminal sends Ctrl-C to all processes of the run.
+
+    The rank and the agent of the resumed run start fresh; those of other tests here fork, unless they are slow.
+    """
     run_dir = tmp_path / "run"
     flags = {"save_interval": 1, "run_dir": run_dir, "num_rollout": 1000, "load": run_dir / "checkpoints"}
     lose_a_rank(start(*job(**RANKS, **flags), warm=True, **warm_workers), run_dir, signal.SIGKILL, "was lost")
     done = newest_iteration(run_dir / "checkpoints")
     assert done is not None
 
-    resumed = start(*job(**{**RANKS, "actor_num_gpus_per_node": 1}, **flags), warm=True, **warm_workers)
+    resumed = start(*job(**{**RANKS, "actor_num_gpus_per_node": 1}, **flags), warm=True)
     wait_until(
         lambda: newest_iteration(run_dir / "checkpoints") != done or resumed.poll() is not None, "the resumed run saves", timeout_s=240
     )

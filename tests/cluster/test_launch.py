@@ -48,6 +48,7 @@ def test_two_nodes_train_and_end_with_the_driver(
     assert len(raylets()) == 2, family
     assert sum("ray::TrainerRank" in command for command in family.values()) == 2, family
     assert not any("ray::IDLE" in command for command in family.values()), "Ray starts workers for actors only"
+    assert not any(unused in command for command in family.values() for unused in ("ray.util.client.server", "dashboard/dashboard.py"))
     assert_closed(stranger, raylets()[0], family)
     assert [path.name for path in run_dir.glob("*.txt") if path.stat().st_mode & 0o077] == []
 

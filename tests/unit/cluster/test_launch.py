@@ -1,6 +1,7 @@
 """Command that reaches the other hosts of a launch, and hosts that do not join; tests/cluster/test_launch.py has those that do."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 from fuligo.cluster import launch
 from fuligo.cluster.hostfile import Host
 from fuligo.cluster.launch import LaunchedCluster, LaunchSettings, connection_command
+from fuligo.engines.host import PortClaims
 from fuligo.errors import ConfigError, EngineError
 
 
@@ -47,3 +49,27 @@ async def test_hosts_that_are_silent_until_the_deadline_are_named(tmp_path: Path
             await cluster._wait_for_workers(ray)
     finally:
         await cluster.stop()
+
+
+async def test_a_worker_that_ends_is_named_while_the_head_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starting:
+        """Head that never accepts a connection."""
+
+        async def wait_until(self, ready: Callable[[], Awaitable[bool]], _: float) -> None:
+            while not await ready():
+                await asyncio.sleep(0.01)
+
+        async def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(launch, "start_node", lambda *_: Starting())
+    with PortClaims() as claims:
+        connection = ("sh", "-c", "echo no such host; exit 3")
+        workers = (Host("127.0.0.3", 2),)
+        settings = LaunchSettings("127.0.0.2", 2, workers, claims.claim(), device="cpu", connection=connection, logs=tmp_path, timeout_s=60)
+        cluster = LaunchedCluster(settings)
+        try:
+            with pytest.raises(EngineError, match=r"the worker on 127\.0\.0\.3 ended with exit code 3:\nno such host"):
+                await cluster.wait_ready()
+        finally:
+            await cluster.stop()

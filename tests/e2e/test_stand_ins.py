@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import warm_worker
 from tests.e2e.processes import alive, descendants, wait_until
 from tests.e2e.stand_ins import ADDRESS, REQUEST, Broker
 
@@ -79,3 +80,19 @@ def test_what_it_stands_for_ends_when_it_is_killed(stand_in: StandIn) -> None:
     shell = descendants(process.pid)
     process.kill()
     wait_until(lambda: not alive(shell), "the shell has ended", 60)
+
+
+class Refusing(Shells):
+    def suits(self, *_: object) -> bool:
+        return False
+
+
+def test_a_worker_that_may_not_fork_starts_fresh(tmp_path: Path) -> None:
+    Broker(Refusing(), tmp_path / "socket")
+    script = tmp_path / "worker.py"
+    script.write_text("import sys; print(__name__, sys.argv[1:])")
+    environment = {**os.environ, warm_worker.ADDRESS: str(tmp_path / "socket")}
+    done = subprocess.run(
+        [sys.executable, "-m", warm_worker.MODULE, script, "--option"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "__main__ ['--option']\n"

@@ -56,7 +56,7 @@ async def test_a_worker_that_ends_is_named_while_the_head_starts(tmp_path: Path,
         """Head that never accepts a connection."""
 
         async def wait_until(self, ready: Callable[[], Awaitable[bool]], _: float) -> None:
-            while not await ready():
+            while not await ready():  # noqa: ASYNC110  # as a process is polled
                 await asyncio.sleep(0.01)
 
         async def stop(self) -> None:

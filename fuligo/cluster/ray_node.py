@@ -38,7 +38,7 @@ def run(parameters: dict[str, Any]) -> str:
         maybe_enable_token_auth_if_token_available()
     ensure_token_if_auth_enabled(create_token_if_missing=False)
     # Neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output has a reader here.
-    given = {**parameters, "no_monitor": True, "include_log_monitor": False}
+    given: dict[str, Any] = {**parameters, "no_monitor": True, "include_log_monitor": False}
     node = _Node(RayParams(**given, min_worker_port=FIRST_WORKER_PORT, max_worker_port=LAST_WORKER_PORT), head=is_head)
     while not (ended := node.dead_processes()):
         time.sleep(POLL_S)

@@ -7,12 +7,12 @@ For an interpreter with triton and a CPU build of torch, such as SGLang's.
 import sys
 from pathlib import Path
 
-import sitecustomize  # pyright: ignore[reportMissingImports]
+import sitecustomize
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "fuligo" / "engines" / "sglang" / "sampler"))
 sitecustomize.interpret_kernels()
-import fuligo_draw  # noqa: E402  # pyright: ignore[reportMissingImports]
+import fuligo_draw  # noqa: E402
 
 ROWS = 160
 torch.manual_seed(0)

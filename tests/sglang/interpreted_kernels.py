@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import sitecustomize  # pyright: ignore[reportMissingImports]
+import sitecustomize
 import torch
 
 sitecustomize.interpret_kernels()

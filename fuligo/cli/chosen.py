@@ -127,7 +127,7 @@ def with_installed_engine(
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
     if _has_chosen_engine(config):
-        return _with_shared_gpus(config, num_gpus)
+        return _with_placed_engines(config, num_gpus, gpu, host_memory_bytes)
     python = config.engine.interpreter
     missing = [
         name
@@ -147,9 +147,11 @@ def with_assumed_engine(config: Config, gpu: str, host_memory_bytes: int | None 
     For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`. `host_memory_bytes`: see
     `with_installed_engine`.
     """
-    if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local" or _has_chosen_engine(config):
+    if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
     num_gpus = config.cluster.num_gpus_per_node
+    if _has_chosen_engine(config):
+        return _with_placed_engines(config, num_gpus, gpu, host_memory_bytes)
     reason = f"assumed, as fuligo train chooses where SGLang is installed, with {count(num_gpus, 'GPU')} per node (--num-gpus-per-node)"
     return _with_sglang(config, num_gpus, gpu, reason, host_memory_bytes)
 
@@ -159,48 +161,49 @@ def _has_chosen_engine(config: Config) -> bool:
 
 
 def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, host_memory_bytes: int | None) -> tuple[Config, list[str]]:
-    """Return the config with SGLang engines, and a line with the reason.
+    """Return the config with SGLang engines and their GPUs, and a line with the reason.
 
-    Trainer and engines share the GPUs if the trainer uses all `num_gpus`, and share two GPUs if one of two separate ones would always be
+    Trainer and engines share the GPUs if `num_gpus` are too few for both, and share two GPUs if one of two separate ones would always be
     idle, unless --no-colocate is given. The config is unchanged if SGLang would break a rule or find no GPU.
     """
-    changes = [Change(("cluster", "rollout_backend"), "sglang")]
+    changes = [] if _has_chosen_engine(config) else [Change(("cluster", "rollout_backend"), "sglang")]
     two = [*changes, Change(("cluster", "colocate"), True), Change(("cluster", "actor_num_gpus_per_node"), 2)]
     if num_gpus >= 2 and gpu is not None and _would_idle(config) and _can_run(shared := apply_changes(config, two), gpu, host_memory_bytes):
         idle = "on separate GPUs (--rollout-num-gpus 1), one of the two would always be idle"
         return shared, [f"{as_typed(change_text(change) for change in two)}: {reason}; {idle}"]
-    if config.trains and config.num_train_gpus >= num_gpus and not config.cluster.colocate:
+    num_engine_gpus = config.resolved_rollout_num_gpus_per_engine
+    if config.trains and config.num_train_gpus + num_engine_gpus > num_gpus and not config.cluster.colocate:
         if config.cluster.colocate is False:
             return config, []  # no GPU is left for SGLang
         changes.append(Change(("cluster", "colocate"), True))
     elif config.trains and not config.cluster.colocate:
-        changes.append(Change(("cluster", "rollout_num_gpus"), config.resolved_rollout_num_gpus_per_engine))
+        changes.append(Change(("cluster", "rollout_num_gpus"), num_engine_gpus))
     changed = apply_changes(config, changes)
     if _breaks_rules(config, changed):
         return config, []
     return changed, [f"{as_typed(change_text(change) for change in changes)}: {reason}"]
 
 
-def _with_shared_gpus(config: Config, num_gpus: int) -> tuple[Config, list[str]]:
-    """Return the config, with --colocate if the GPUs of this machine are too few to separate trainer and engines, and a console line.
+def _with_placed_engines(config: Config, num_gpus: int, gpu: str | None, host_memory_bytes: int | None) -> tuple[Config, list[str]]:
+    """Return the config with GPUs for the engines that a flag chooses, as `_with_sglang` chooses them, and a console line.
 
-    The config is unchanged if a flag has decided, or --colocate would break a rule.
+    The config is unchanged if a flag has decided where the engines run.
     """
     flags = config.cluster
-    enough = config.total_num_gpus <= num_gpus or config.num_train_gpus > num_gpus
-    if enough or flags.colocate is not None or flags.rollout_num_gpus is not None or not config.engine_capabilities.releases_memory:
+    decided = flags.colocate or flags.rollout_num_gpus is not None or config.engine.rollout_external_engine_addrs
+    if decided or not config.trains or not config.engine_capabilities.releases_memory or config.num_train_gpus > num_gpus:
         return config, []
-    changed = apply_changes(config, [Change(("cluster", "colocate"), True)])
-    if _breaks_rules(config, changed):
-        return config, []
-    return changed, [f"--colocate: trainer and engines need {config.total_num_gpus} separate GPUs, but this machine has {num_gpus}"]
+    separate, reason = config.total_num_gpus, "no flag says where the engines run"
+    if separate > num_gpus:
+        reason = f"trainer and engines need {separate} separate GPUs, but the machine has {num_gpus}"
+    return _with_sglang(config, num_gpus, gpu, reason, host_memory_bytes)
 
 
 def _would_idle(config: Config) -> bool:
     """Return whether no flag places trainer and engine, and they would take turns, each on its own GPU."""
     flags = config.cluster
     given = (flags.colocate, flags.actor_num_gpus_per_node, flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine)
-    placed = any(value is not None for value in given) or config.total_num_gpus != 1
+    placed = any(value is not None for value in given) or config.num_train_gpus != 1
     return config.trains and not config.is_sft and config.rollout.async_mode == "sync" and not placed
 
 

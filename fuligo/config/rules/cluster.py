@@ -58,7 +58,7 @@ def flags_of_the_other_engine(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-ROLLOUT-GPUS", "--rollout-num-gpus", "--colocate")
 def engines_have_gpus(config: Config) -> Iterator[Violation]:
-    """Require --rollout-num-gpus unless engines share the trainer's GPUs: fuligo does not guess it."""
+    """Require --rollout-num-gpus unless engines share the trainer's GPUs: fuligo chooses it only for a run without Ray."""
     cluster = config.cluster
     elsewhere = config.engine.rollout_external_engine_addrs or not config.needs_engine or cluster.device == "cpu"
     elsewhere = elsewhere or not config.trains  # without a trainer, engines take the first GPUs

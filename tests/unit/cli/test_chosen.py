@@ -110,6 +110,19 @@ def test_no_colocate_keeps_trainer_and_engines_apart(model: Path, machine, num_g
     assert (found.config.resolved_rollout_backend, found.config.total_num_gpus) == (engine, num_used)
 
 
+@pytest.mark.parametrize("flags", ["", "--async-mode one-step", "--no-colocate", "--rollout-num-gpus 1"])
+@pytest.mark.parametrize("engine", ["--rollout-backend sglang", "--sglang-attention-backend triton", "--engine-python python3"])
+def test_engines_that_a_flag_chooses_are_placed_as_those_chosen_by_default(model: Path, machine, engine: str, flags: str) -> None:
+    machine(2)
+    found, default = plan(model, f"{engine} {flags}"), plan(model, flags)
+    assert errors(found) == []
+    planned, _ = with_assumed_engine(
+        parse(["--hf-checkpoint", str(model), *JOB.split(), *engine.split(), *flags.split(), "--num-gpus-per-node", "2"]).config, "h200-141"
+    )
+    placed = [(of.cluster.colocate, of.cluster.rollout_num_gpus, of.total_num_gpus) for of in (found.config, planned, default.config)]
+    assert placed == [({"": True, "--no-colocate": False}.get(flags), 1 if flags else None, 2)] * 3
+
+
 @pytest.mark.parametrize(("gpu", "name"), [("NVIDIA GeForce RTX 4090, 24564", "qwen3-4b"), ("NVIDIA T4, 15360", "smollm2")])
 def test_two_gpus_are_not_shared_without_a_plan_that_fits(machine, gpu: str, name: str) -> None:
     machine(2, gpu)
@@ -191,7 +204,7 @@ def test_one_gpu_is_shared_also_where_a_flag_asks_for_sglang(model: Path, machin
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     found = plan(model, "--sglang-attention-backend triton --rollout-num-gpus-per-engine 1")
     assert found.config.cluster.colocate
-    assert found.choices[0] == "--colocate: trainer and engines need 2 separate GPUs, but this machine has 1"
+    assert found.choices[0] == "--colocate: trainer and engines need 2 separate GPUs, but the machine has 1"
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuligo.config.capabilities import ENGINE_CAPABILITIES, TRAINER_CAPABILITIES
+from fuligo.config.groups.run import EngineFlags
 from fuligo.environments.tools.python import PythonSettings, check_sandbox, shared_interpreters
 from fuligo.errors import ConfigError
 from fuligo.machine.facts import SHARED_MEMORY, Machine
 from fuligo.machine.nvidia import GIB
-from fuligo.machine.packages import package_version, temporary_problem
+from fuligo.machine.packages import package_version, package_versions, temporary_problem
 from fuligo.quantities import count
 
 PACKAGES = ("transformers", "safetensors", "pydantic", "pyarrow", "aiohttp", "fastapi", "uvicorn", "math-verify")
-BACKEND_PACKAGES = (
-    *(package for engine in ENGINE_CAPABILITIES.values() for package in engine.packages),
-    *(package for trainer in TRAINER_CAPABILITIES.values() for package in (*trainer.packages, *trainer.gpu_packages)),
-)
-OPTIONAL_PACKAGES = ("tensorboard", "wandb", *BACKEND_PACKAGES, "ray")
+ENGINE_PACKAGES = tuple(package for engine in ENGINE_CAPABILITIES.values() for package in engine.packages)
+TRAINER_PACKAGES = tuple(package for trainer in TRAINER_CAPABILITIES.values() for package in (*trainer.packages, *trainer.gpu_packages))
+OPTIONAL_PACKAGES = ("tensorboard", "wandb", *TRAINER_PACKAGES, "ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,11 @@ def _packages() -> list[Finding]:
     versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
     fix = "reinstall fuligo: pip install fuligo"
     needed = [Finding(name, versions[name] or "missing", None if versions[name] else fix) for name in PACKAGES]
-    return [*needed, *(Finding(name, versions[name] or "not installed (optional)") for name in OPTIONAL_PACKAGES)]
+    python = EngineFlags().interpreter  # engines may have an environment of their own
+    place = "" if python == sys.executable else f" in {Path(python).parents[1]}"
+    engines = {name: version and f"{version}{place}" for name, version in package_versions(ENGINE_PACKAGES, python).items()}
+    optional = {name: versions[name] for name in OPTIONAL_PACKAGES} | engines
+    return [*needed, *(Finding(name, found or "not installed (optional)") for name, found in optional.items())]
 
 
 def _devices(machine: Machine) -> list[Finding]:

@@ -141,6 +141,18 @@ def test_this_machine() -> None:
     assert machine.torch is not None and machine.torch.num_devices <= max(len(machine.gpus.devices), machine.torch.num_devices)
 
 
+def test_sglang_is_reported_where_runs_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make install-gpu` gives it an environment next to fuligo's."""
+    python = tmp_path / ".venv-sglang" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("""#!/bin/sh\necho '{"sglang": "0.5.15", "sglang-router": null}'\n""")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
+    report = {finding.name: finding.value for finding in machine_findings(LAPTOP)}
+    assert report["sglang"] == f"0.5.15 in {tmp_path / '.venv-sglang'}"
+    assert report["sglang-router"] == "not installed (optional)"
+
+
 def test_gpus_that_torch_does_not_see_are_reported() -> None:
     report = {finding.name: finding for finding in machine_findings(replace(TWO_H200, torch=LAPTOP.torch))}
     assert "CPU build" in (report["CUDA devices"].warning or "") and report["NVLink"].value == "between all 2 GPUs"

@@ -119,9 +119,11 @@ def with_installed_engine(
 ) -> tuple[Config, list[str]]:
     """Return the config with SGLang as engine if it is installed and no flag chooses an engine, and console lines about the choice.
 
+    If a flag chooses SGLang, only the GPUs of its engines are chosen.
+
     Args:
         num_gpus: GPUs of this machine
-        gpu: model of two of them, for the plan that decides whether they are shared; None: they are not
+        gpu: model of the first two of them, for the plan that decides whether trainer and engines share these; None: they do not
         host_memory_bytes: memory for the same plan; None: that of the vendor's own servers
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
@@ -144,8 +146,8 @@ def with_installed_engine(
 def with_assumed_engine(config: Config, gpu: str, host_memory_bytes: int | None = None) -> tuple[Config, list[str]]:
     """Return the config with the engine that `fuligo train` chooses on a node with SGLang, and a note about the choice.
 
-    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`. `host_memory_bytes`: see
-    `with_installed_engine`.
+    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`. Flags that choose SGLang, and
+    `host_memory_bytes`: see `with_installed_engine`.
     """
     if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local":
         return config, []
@@ -163,8 +165,8 @@ def _has_chosen_engine(config: Config) -> bool:
 def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, host_memory_bytes: int | None) -> tuple[Config, list[str]]:
     """Return the config with SGLang engines and their GPUs, and a line with the reason.
 
-    Trainer and engines share the GPUs if `num_gpus` are too few for both, and share two GPUs if one of two separate ones would always be
-    idle, unless --no-colocate is given. The config is unchanged if SGLang would break a rule or find no GPU.
+    Unless --no-colocate is given, trainer and engines share the GPUs if `num_gpus` are too few for both, and share two GPUs if, on separate
+    ones, one of the two would always be idle. The config is unchanged if SGLang would break a rule, or if no GPU is left for it.
     """
     changes = [] if _has_chosen_engine(config) else [Change(("cluster", "rollout_backend"), "sglang")]
     two = [*changes, Change(("cluster", "colocate"), True), Change(("cluster", "actor_num_gpus_per_node"), 2)]
@@ -185,9 +187,9 @@ def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, ho
 
 
 def _with_placed_engines(config: Config, num_gpus: int, gpu: str | None, host_memory_bytes: int | None) -> tuple[Config, list[str]]:
-    """Return the config with GPUs for the engines that a flag chooses, as `_with_sglang` chooses them, and a console line.
+    """Return the config with GPUs for the engines that a flag chooses, placed as by `_with_sglang`, and a console line.
 
-    The config is unchanged if a flag has decided where the engines run.
+    The config is unchanged if a flag decides where the engines run.
     """
     flags = config.cluster
     decided = flags.colocate or flags.rollout_num_gpus is not None or config.engine.rollout_external_engine_addrs

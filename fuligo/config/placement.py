@@ -29,7 +29,7 @@ class MegatronArguments(PassThrough):
 
 @functools.cache
 def _by_group(names: tuple[str, ...]) -> Mapping[str, frozenset[str]]:
-    """Return the names of flags by their groups. Cached, because the rules ask for the same flags hundreds of times."""
+    """Return the names of flags by group. Cached, because the rules ask for the same flags hundreds of times."""
     groups = {flags()[name].group for name in names}
     return {group: frozenset(name for name in names if flags()[name].group == group) for group in groups}
 
@@ -51,7 +51,7 @@ class Placement(TypedFlags):
         A config does not record where its values come from, so a flag counts as given if its value is not the default.
         """
         names = tuple(names)
-        # Most flags are not set, which is faster to find than that their values are the defaults.
+        # Most flags are not set; finding those is faster than comparing every value with its default.
         may_differ = {name for group, own in _by_group(names).items() for name in own & getattr(self, group).model_fields_set}
         typed = [flags()[name].option for name in names if name in may_differ and self.value_of(name) != flags()[name].default]
         return [*typed, *(option_name(PREFIXES.get(group, "") + name) for group in passed_on for name in getattr(self, group))]

@@ -48,8 +48,8 @@ KEPT_MARGIN_BYTES = 4 * GIB
 STATES_PER_REQUEST = 5
 """Maximum number of states of linear attention per running request of an engine: SGLang 0.5.15 keeps further ones for its prefix cache."""
 CACHE_MARGIN = 1.25
-"""KV cache of an engine that shares its GPUs, relative to all its requests at their longest: prompts may be longer than assumed, and the
-prefixes of ended requests are reused."""
+"""KV cache of an engine that shares its GPUs, relative to all its requests at their longest: prompts may be longer than assumed, and
+prefixes of finished requests stay in the cache to be reused."""
 SMALLEST_COMPILED = 50_000_000
 """Parameters of the smallest model whose layers are compiled by default. Compiling takes 10 to 30 s and saves 10% of a step at 135 M."""
 SMALLEST_ROW_TOKENS = 1024
@@ -98,7 +98,7 @@ def _memory_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _without_share(config: Config) -> list[EngineGroupSpec]:
-    """Return the groups that share their GPUs with a trainer and whose share of the memory no flag gives."""
+    """Return the engine groups that share their GPUs with a trainer and have no `mem_fraction_static` set by a flag."""
     groups = engine_groups(config) if config.takes_turns else ()
     return [spec for spec in groups if spec.num_engines and spec.arguments.get("mem_fraction_static") is None]
 
@@ -165,10 +165,10 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _cache_choices(subject: Subject, places: Container[tuple[int, int] | None]) -> Iterator[Choice]:
-    """Yield the choice of a KV cache no larger than the requests need, for engines of these places, which share their GPUs with a trainer.
+    """Yield the choice of a KV cache no larger than the requests need, for the engine groups at `places`, which share GPUs with a trainer.
 
-    The rest of the memory stays free for the trainer and for others. Nothing is chosen where requests have unknown lengths: those of a
-    user's function, an environment or an agent.
+    The rest of the memory stays free for the trainer and for other processes. Nothing is chosen if a user's function, an environment or an
+    agent makes the requests, because their lengths are then unknown.
     """
     runs = (subject.config, *subject.sharing)
     if any(run.has_custom_generation or run.rollout.rollout_function_path for run in runs):
@@ -207,7 +207,7 @@ def _requests(subject: Subject, spec: EngineGroupSpec, memory: EngineMemory, num
         return graphs, f"an engine's CUDA graphs end at {count(graphs, 'request')}; its share of a rollout is {share}"
     held = magnitude(memory.kv_tokens * spec.dp_size)
     if requests == share:
-        return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; a KV cache of {held} tokens would fit"
+        return requests, f"an engine's share of a rollout, at least {MIN_REQUESTS}; the GPU has room for a KV cache of {held} tokens"
     if requests == room:
         return requests, f"an engine's KV cache of {held} tokens holds {count(requests, 'sample')} of {tokens} tokens"
     return requests, f"the largest batch to choose by default; an engine's share of a rollout is {share}"

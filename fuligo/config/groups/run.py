@@ -39,7 +39,7 @@ class ClusterFlags(FlagGroup):
     colocate: bool | None = slime(
         None,
         "trainer and engines share GPUs and take turns; engines release their memory while the trainer works "
-        "(default: if there are too few GPUs for both; --no-colocate keeps them apart)",
+        "(default: if the GPUs are too few for both, or one of two would always be idle; --no-colocate keeps them apart)",
     )
     offload_train: bool | None = slime(
         None,

@@ -82,9 +82,9 @@ def start_node(name: str, command: list[str], log_file: Path) -> ServerProcess:
 
 
 async def head_is_open(head: ServerProcess, host: str, port: int, check: Callable[[], None] = lambda: None) -> None:
-    """Wait until the head accepts connections, calling `check` meanwhile.
+    """Wait until the head accepts connections, calling `check` before each attempt.
 
-    Raises EngineError with the last lines of its log if it ended, or was not ready in time.
+    Raises what `check` raises, or EngineError with the last lines of the head's log if it ended, or was not ready in time.
     """
 
     async def connects() -> bool:

@@ -1,7 +1,7 @@
 """Ray's processes of one node: `python -m fuligo.cluster.ray_node PARAMETERS`, with fields of `RayParams` as JSON.
 
-`ray start` would also import Ray Serve and, on the head, start Ray's client server and API server, which nobody uses here: two more open
-ports, and 3 s of CPU time before the run can connect.
+`ray start` would also import Ray Serve and, on the head, start Ray's client server and API server. fuligo uses neither; they would open two
+more ports and take 3 s of CPU time before the run can connect.
 """
 
 import json
@@ -19,7 +19,7 @@ from ray._private.parameter import RayParams
 
 POLL_S = 1.0
 FIRST_WORKER_PORT, LAST_WORKER_PORT = 10002, 19999
-"""As with `ray start`; `RayParams` alone would let workers use any port."""
+"""Ports of workers, the same as with `ray start`; by default, `RayParams` lets workers use any port."""
 
 
 class _Node(Node):
@@ -30,21 +30,24 @@ class _Node(Node):
 
 
 def run(parameters: dict[str, Any]) -> str:
-    """Run Ray's processes until one of them has ended; return which, and where its log is. It is the head unless `gcs_address` is given."""
+    """Run Ray's processes of a node until one of them ends; return a message that names it and the directory of its log.
+
+    The node is the head unless `gcs_address` is given.
+    """
     if "node_ip_address" in parameters:
         parameters["node_ip_address"] = services.resolve_ip_for_localhost(parameters["node_ip_address"])
     is_head = "gcs_address" not in parameters
     if is_head:
         maybe_enable_token_auth_if_token_available()
     ensure_token_if_auth_enabled(create_token_if_missing=False)
-    # Neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output has a reader here.
+    # fuligo uses neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output.
     given: dict[str, Any] = {**parameters, "no_monitor": True, "include_log_monitor": False}
     node = _Node(RayParams(**given, min_worker_port=FIRST_WORKER_PORT, max_worker_port=LAST_WORKER_PORT), head=is_head)
     while not (ended := node.dead_processes()):
         time.sleep(POLL_S)
     node.kill_all_processes(check_alive=False, allow_graceful=False)
     listed = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
-    return f"ended by themselves: {listed}; their logs are in {node.get_logs_dir_path()}"
+    return f"processes of Ray ended: {listed}; their logs are in {node.get_logs_dir_path()}"
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ async def _lend_engines(
 ) -> None:
     """Start the shared engines and their supervision, and send each run that samples its access to them.
 
-    `ends` is done when all runs have ended, which cancels the start of the engines. Raises EngineError if an engine did not start, with
-    the last lines of its log.
+    `ends` is done when all runs have ended; that cancels an unfinished start of the engines. Raises EngineError if an engine did not
+    start, with the last lines of its log.
     """
     sampling = [(run, config) for run, config in zip(runs, configs, strict=True) if config.needs_engine]
     if not sampling:

@@ -162,7 +162,7 @@ def require_usable(path: Path, *, resume: bool) -> None:
         raise ConfigError(f"cannot read the run directory {path}: {error.strerror}; choose another with --run-dir") from None
     if foreign := [name for name in names if is_foreign_link(path / name)]:
         raise ConfigError(
-            f"--run-dir {path} has links of another user ({', '.join(foreign[:3])}), through which this run would overwrite files; "
+            f"--run-dir {path} contains links of another user ({', '.join(foreign[:3])}), through which this run would overwrite files; "
             "remove the links, or use another directory"
         )
     if names and "metrics.jsonl" not in names:

@@ -86,7 +86,7 @@ class _Mapper:
         return 0
 
     def __call__(self) -> bool:
-        """Map the users once this process has entered its namespace; return whether that was permitted."""
+        """Map user and group ids once this process has entered its user namespace; return whether that was permitted."""
         os.close(self._go)
         return os.waitpid(self._pid, 0)[1] == 0
 

@@ -38,8 +38,8 @@ settings.load_profile("fuligo")
 def attach_to_root(self: catching_logs[Any]) -> logging.Handler:
     """Catch what reaches the root logger.
 
-    pytest also attaches its handlers, six times per test, to every logger that does not propagate. PyTorch has most of the ninety there
-    are, and no test reads them.
+    pytest also attaches its handlers, six times per test, to every logger that does not propagate. There are ninety, most of them
+    PyTorch's, and no test reads them.
     """
     root = logging.getLogger()
     if self.level is not None:

@@ -76,7 +76,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def free_pages() -> list[Page]:
-    """Return empty pages of the browser, for the next tests: a new one starts a process, for as much CPU time as a page of fuligo takes."""
+    """Return empty pages of the browser for later tests. A new page starts a process, which takes as much CPU time as loading fuligo's."""
     return []
 
 
@@ -106,7 +106,7 @@ def open_page(browser: Browser, free_pages: list[Page]) -> Iterator[OpenPage]:
 
     yield open_it
     for page, listeners in opened:
-        page.mouse.move(0, 0)  # returns once all that the page has logged has arrived
+        page.mouse.move(0, 0)  # returns after everything that the page logged has arrived
         for event, listener in listeners.items():
             page.remove_listener(event, listener)
         page.goto("about:blank")

@@ -43,7 +43,7 @@ class Machine:
 
     @contextmanager
     def warm(self) -> Iterator[ForkServer]:
-        """Have the tests' process that forks do so on this machine, for runs and their processes. Their clock cannot be stepped."""
+        """Serve forks of runs and their processes on this machine, from the tests' warm process. Their clock cannot be stepped."""
         inside = subprocess.Popen(self.command("sleep", "infinity"), env=self.environment())
         try:
             wait_until(lambda: command_line(inside.pid).startswith("sleep "), "the machine has started")

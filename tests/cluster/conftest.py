@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 
 @pytest.fixture(scope="session")
 def warm_workers(warm_commands: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the variables of a command whose ranks and node agents fork from what its engine forks from."""
+    """Return the variables of a command whose ranks and node agents are forked from the same process as its engine."""
     return serve_workers(warm_commands.children, tmp_path_factory.mktemp("workers") / "socket")
 
 

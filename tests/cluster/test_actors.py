@@ -41,10 +41,10 @@ sleep 60
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start Ray in this process, with two GPUs that have the numbers 7 and 5 on the machine, and with workers that fork."""
+    """Start Ray in this process, with two GPUs that have the numbers 7 and 5 on the machine, and with workers that are forked."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("CUDA_VISIBLE_DEVICES", "7,5")
-        forks = warm_start().fork_server(os.environ)  # which differ in the numbers and in what no worker here reads
+        forks = warm_start().fork_server(os.environ)  # differs from its own in the numbers of the GPUs, and in what no worker here reads
         for name, value in serve_workers(forks.children, tmp_path_factory.mktemp("workers") / "socket").items():
             changed.setenv(name, value)
         changed.setenv("RAY_prestart_worker_first_driver", "0")  # as fuligo does

@@ -52,7 +52,7 @@ def test_a_run_that_lost_a_rank_resumes_and_leaves_nothing_behind_at_ctrl_c(
 ) -> None:
     """It resumes on the rank that is left. A terminal sends Ctrl-C to all processes of the run.
 
-    The rank and the agent of the resumed run start fresh; those of other tests here fork, unless they are slow.
+    The rank and the agent of the resumed run start fresh; those of the other tests here, except slow tests, are forked.
     """
     run_dir = tmp_path / "run"
     flags = {"save_interval": 1, "run_dir": run_dir, "num_rollout": 1000, "load": run_dir / "checkpoints"}

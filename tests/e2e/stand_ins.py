@@ -1,6 +1,6 @@
-"""Processes of a command that fork from a process of the tests, so that not every command imports SGLang, for 6 s of CPU time.
+"""Processes of a command that fork from a process of the tests, so that not every command imports SGLang in 6 s of CPU time.
 
-Such a process cannot be a child of the command: SGLang's servers here, and Ray's workers (`warm_worker`). Where the command would start a
+These are SGLang's servers, and Ray's workers (`warm_worker`); they cannot be children of the command. Where the command would start a
 guard with its server, it forks a stand-in, which has the tests start the guard, passes SIGTERM on, and ends as the guard ends. The guard
 has the command's pipe as its standard input, and so ends with the command, however that ends. `processes.descendants` follows a stand-in to
 its guard.
@@ -97,7 +97,7 @@ class StandIns:
 
 
 def stand_in(address: str, request: str) -> None:
-    """Have the process of a request started at the tests' socket, and stand in for it until it ends; return if it may not fork."""
+    """Request a process at the tests' socket and stand in for it until it ends; return at once if it may not be forked."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
     socket.send_fds(connection, [request.encode()], [0, 1, 2])

@@ -26,7 +26,7 @@ COLUMNS = (
 LONG = {"LONG_STEP_S": "1.0"}
 """Environment in which some episodes outlast a rollout."""
 BRIEF = {"rollout_stop_token_ids": [*range(7, 39)]}
-"""Flags with which most turns end after a dozen tokens: these are a twelfth of the vocabulary."""
+"""Flags with which most turns end after a dozen tokens: a twelfth of the vocabulary stops a turn."""
 
 
 def command(job: Job, run_dir: Path, kind: str, **flags: object) -> list[str]:

@@ -132,7 +132,7 @@ class ForkedChildren(Protocol):
 class Children:
     """The command's end of its fork server."""
 
-    _lock = threading.Lock()  # of all, since adoption is a switch of the process
+    _lock = threading.Lock()  # one for all, since a process adopts orphans for all of them or for none
 
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection = connection
@@ -226,7 +226,7 @@ def _become(request: dict[str, Any], received: list[int]) -> str:
         os.setpgid(0, request["group"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    tempfile.tempdir = None  # which TMPDIR sets
+    tempfile.tempdir = None  # to be read from TMPDIR again
     os.chdir(request["directory"])
     sys.path[0] = request["directory"]
     _, _, module, *arguments = request["command"]

@@ -68,7 +68,7 @@ class WarmStart:
 
         Args:
             environment: variables of those that may fork, if they do not have those of the imports; the difference must not matter to them.
-            namespaces: descriptors of namespaces that it enters.
+            namespaces: descriptors of the namespaces that the fork server enters.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -129,7 +129,7 @@ def end_with(parent: int) -> None:
 
 
 def enter(namespace: int) -> None:
-    """Move this process, which has one thread, to a namespace."""
+    """Move this process, which has one thread, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot enter a namespace")

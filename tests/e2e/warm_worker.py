@@ -1,8 +1,8 @@
-"""Worker of Ray that forks from a process of the tests: `python -m tests.e2e.warm_worker SCRIPT ARGUMENT ...`.
+"""Ray worker that is forked from a process of the tests: `python -m tests.e2e.warm_worker SCRIPT ARGUMENT ...`.
 
-The actors of a run, its ranks and the agents of its nodes, would import torch and transformers, and their engines SGLang. Ray starts its
-workers with the interpreter of the job's runtime environment: here this module, which becomes a stand-in for a fork. A worker whose
-variables change imports starts fresh.
+Otherwise, the actors of a run (its ranks and the agents of its nodes) would import torch and transformers, and their engines SGLang. Ray
+starts workers with the interpreter of the job's runtime environment; here that is this module, which stands in for a fork. A worker with
+variables that change imports starts fresh.
 """
 
 import json
@@ -21,14 +21,14 @@ ADDRESS = "FULIGO_TEST_WORKERS"
 
 
 def serve_workers(children: Children, path: Path) -> dict[str, str]:
-    """Fork workers of Ray for stand-ins at this socket; return the variables of a run whose workers fork."""
+    """Fork workers of Ray for stand-ins at this socket; return the variables of a run whose workers are forked."""
     Broker(children, path)
     job = {"runtime_env": {"py_executable": f"{sys.executable} -m {MODULE}"}}
     return {ADDRESS: str(path), "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
 
 
 def main() -> None:
-    """Stand in for a worker; be the worker in the fork, or if it may not fork."""
+    """Stand in for a forked worker; in the fork, or if the worker may not be forked, run it here."""
     address = os.environ.pop(ADDRESS, None)
     if address is not None:
         request = {

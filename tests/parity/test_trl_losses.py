@@ -85,7 +85,7 @@ def trl_trainer(cls: type, config_cls: type, directory) -> Any:
 
 @pytest.fixture(scope="module")
 def grpo_trainer(tmp_path_factory):
-    from trl import GRPOConfig, GRPOTrainer  # when they are needed: the import takes seconds
+    from trl import GRPOConfig, GRPOTrainer  # only where needed: the import takes seconds
 
     return trl_trainer(GRPOTrainer, GRPOConfig, tmp_path_factory.mktemp("grpo"))
 

@@ -54,7 +54,7 @@ def finished_program(name: str, *arguments: object, text: str = "", **variables:
 
     Args:
         text: its standard input
-        variables: are added to its environment
+        variables: added to its environment
     """
     command = [str(sglang_python()), str(Path(__file__).with_name(f"{name}.py")), *map(str, arguments)]
     environment = {**os.environ, **OWN_ENVIRONMENT, **CPU_ENVIRONMENT, **ENVIRONMENT, **variables}

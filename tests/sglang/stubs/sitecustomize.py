@@ -1,5 +1,5 @@
-"""Changes of SGLang 0.5.15 on request: forked processes instead of spawned ones, also with plain memory instead of pinned memory, names of
-kernels, and Triton's interpreter with numpy 2.4. A process that is not an engine, such as the router, does not import torch for them.
+"""Changes of SGLang 0.5.15 on request: forked processes instead of spawned ones, plain memory instead of pinned memory, names of kernels,
+and Triton's interpreter with numpy 2.4. With forked processes, only engines import torch for these changes, not the router.
 
 Forked engines compile no kernels: the few for images take 12 s. Their schedulers also sleep while they are paused, as they do while they
 are idle: SGLang's spin, on the cores that the trainer needs. The process that they are forked from has the names of kernels for CPUs with
@@ -58,7 +58,7 @@ def interpret_kernels():
         return launch(self, *arguments, **options)
 
     def patch_once(function):
-        """Patch what a function sees of Triton's language once per launch, not once per call, which takes a third of the time."""
+        """Patch what a function sees of Triton's language once per launch instead of at every call, which takes longer."""
         names = id(function.__globals__)
         if names in patched:
             return interpreter._LangPatchScope()

@@ -102,7 +102,7 @@ def test_a_plan_elsewhere_has_the_engine_of_a_machine_with_sglang(model: Path, m
 
 @pytest.mark.parametrize(("num_gpus", "engine", "num_used"), [(1, "embedded", 1), (2, "sglang", 2)])
 def test_no_colocate_keeps_trainer_and_engines_apart(model: Path, machine, num_gpus: int, engine: str, num_used: int) -> None:
-    """Without it they share both GPUs, or the only one."""
+    """Without the flag, they share both GPUs, or the only one."""
     machine(num_gpus)
     found, default = (checked(parse(["--hf-checkpoint", str(model), *JOB.split(), *each]).config) for each in (["--no-colocate"], []))
     assert default.config.cluster.colocate and default.config.resolved_rollout_backend == "sglang"

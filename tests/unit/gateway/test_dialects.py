@@ -29,7 +29,7 @@ RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": ADD.name, "description
 
 @asynccontextmanager
 async def claude(engine: Any, **changes: Any) -> AsyncIterator[tuple[Session, AsyncAnthropic]]:
-    import anthropic  # when it is needed: the import takes a second
+    import anthropic  # only where needed: the import takes a second
 
     async with opened(engine, **changes) as (_, session, _):
         base_url = session.base_url.removesuffix("/v1")

@@ -184,7 +184,7 @@ def assert_equal(found: tuple[np.ndarray, dict[str, Tensor]], expected: tuple[np
 
 
 OF_TWO = AdapterConfig(rank=4, alpha=64.0, target_modules=("q_proj", "down_proj"))
-"""Adapter of one matrix of the attention and one of the MLP; the slow cases adapt all."""
+"""Adapter of one attention matrix and one MLP matrix; the slow cases adapt all matrices."""
 REPEATED = ("plain", "checkpointed", "adapter", "quantized base", "shared prefixes")
 """Cases whose layers "checkpointed quantized base" and those of the test below trace as well."""
 
@@ -224,7 +224,7 @@ def test_one_graph_serves_all_lengths(checkpoint, case: str) -> None:
 
 
 def traced_for_gradients(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """Trace forward and backward of a graph that needs gradients; run others as they are, which the test above traces."""
+    """Trace forward and backward of a graph that needs gradients; run other graphs as they are, since the test above traces them."""
     return lookup_backend("aot_eager" if torch.is_grad_enabled() else "eager")(graph, inputs)
 
 

@@ -1,6 +1,6 @@
 """Taskset of verifiers for the tests: sums, with the reward for the label."""
 
-import verifiers.v1 as vf  # an environment of its own has it
+import verifiers.v1 as vf  # installed in its own environment
 
 
 class Sum(vf.Task):

@@ -26,7 +26,7 @@ def sample(row: dict[str, Any], response: str) -> Sample:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_are_the_data_sets_and_the_reward_is_its_verifier(name: str):
     config = CONFIGS[name] | {"size": 3, "seed": 7}
-    import reasoning_gym  # when it is needed: the import takes a second
+    import reasoning_gym  # only where needed: the import takes a second
 
     dataset = reasoning_gym.create_dataset(name, **config)
     rows = json.loads(json.dumps(list(adapter.rows(name, config))))  # as they come back from a prompt file

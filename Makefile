@@ -95,7 +95,7 @@ test: ready
 test-main: install-dev
 	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow" $(BESIDE:%=--ignore %) --ignore tests/gpu
 
-# Collecting the tests of GPUs shows whether they can be imported; one process suffices.
+# The tests for GPUs are only collected, which shows that they can be imported; one process is enough for this.
 test-servers: install-sglang install-dev
 	.venv/bin/python -m pytest $(BESIDE) tests/gpu -m "not slow and not gpu"
 

@@ -110,13 +110,13 @@ def _offload_choices(subject: Subject, cache_choices: Callable[[Subject], Iterat
         return
     change = set_flag("offload_train", False)
     kept = replace(subject, config=apply_changes(config, [change]))
-    for choices in (_engine_choices, cache_choices):
-        kept = replace(kept, config=apply_choices(kept.config, choices(kept)))
-    engines = engine_bars(kept)
+    kept = replace(kept, config=apply_choices(kept.config, _engine_choices(kept)))
+    engines = engine_bars(replace(kept, config=apply_choices(kept.config, cache_choices(kept))))
     if len(engines) < len([spec for spec in engine_groups(config) if spec.num_engines]):
         return  # the memory of an unknown model is not planned
     if any(bar.used_bytes + KEPT_MARGIN_BYTES > bar.capacity_bytes for bar in engines):
         return
+    # Of all the memory beside the trainer: a chosen cache is smaller only because fewer requests than a share run at a time.
     longest, sampling = longest_sample(config), _sampling(kept)
     num_engines = sum(spec.num_engines for spec, _ in sampling)
     shares = [min(ceil(requests_wanted(kept) / num_engines), MAX_REQUESTS * spec.dp_size) for spec, _ in sampling]
@@ -167,11 +167,11 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
 def _cache_choices(subject: Subject, places: Container[tuple[int, int] | None]) -> Iterator[Choice]:
     """Yield the choice of a KV cache no larger than the requests need, for the engine groups at `places`, which share GPUs with a trainer.
 
-    The rest of the memory stays free for the trainer and for other processes. Nothing is chosen if a user's function, an environment or an
-    agent makes the requests, because their lengths are then unknown.
+    The rest of the memory stays free for the trainer and for other processes. Nothing is chosen if the lengths of requests are unknown: those
+    of a user's function, an environment or an agent, of prompts with images and no limit, and of evaluations with settings of their own.
     """
     runs = (subject.config, *subject.sharing)
-    if any(run.has_custom_generation or run.rollout.rollout_function_path for run in runs):
+    if any(map(_has_unknown_lengths, runs)):
         return
     longest = max(max(longest_sample(run), longest_prompt(run) + (run.eval.eval_max_response_len or 0)) for run in runs)
     for spec, memory in _sampling(subject):
@@ -179,11 +179,19 @@ def _cache_choices(subject: Subject, places: Container[tuple[int, int] | None]) 
         if spec.place not in places or requests is None or memory.states or arguments.get("max_total_tokens") is not None:
             continue
         context = arguments.get("context_length") or memory.architecture.max_position_embeddings
-        needed = ceil(CACHE_MARGIN * ceil(requests / spec.dp_size) * longest)
+        # SGLang keeps tokens free for each request that decodes elsewhere than its prompt was prefilled.
+        reserved = arguments.value("num_reserved_decode_tokens") if spec.worker_type == "decode" else 0
+        needed = ceil(ceil(requests / spec.dp_size) * (CACHE_MARGIN * longest + reserved))
         tokens = max(needed, context, 2 * memory.settings.chunked_prefill_tokens)
         if tokens < memory.kv_tokens:
             reason = f"{count(requests, 'request')} of up to {longest} tokens, and a quarter more; the rest of the memory stays free"
             yield Choice((_argument(spec, "max_total_tokens", tokens),), reason)
+
+
+def _has_unknown_lengths(config: Config) -> bool:
+    by_function = config.has_custom_generation or config.rollout.rollout_function_path or config.eval.eval_function_path
+    has_open_images = config.data.multimodal_keys and config.max_sample_tokens is None
+    return bool(by_function or has_open_images or config.eval.eval_config)
 
 
 def _sampling(subject: Subject) -> list[tuple[EngineGroupSpec, EngineMemory]]:

@@ -1,6 +1,8 @@
 """Tests of values chosen for flags that are not given: what follows from what."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -178,12 +180,41 @@ def test_shared_gpus_leave_room_for_the_trainer() -> None:
         pytest.param("--rollout-max-response-len 256 --sglang-max-total-tokens 9000", None, id="the cache is given"),
         pytest.param("--rollout-max-response-len 256 --environment a.py:B", None, id="episodes have unknown lengths"),
         pytest.param("--rollout-max-response-len 256 --rollout-function-path a.b", None, id="the user's rollouts have unknown lengths"),
+        pytest.param("--rollout-max-response-len 256 --eval-function-path a.b", None, id="the user's evaluations have unknown lengths"),
+        pytest.param("--rollout-max-response-len 256 --eval-config sets.yaml", None, id="evaluations have lengths of their own"),
+        pytest.param('--rollout-max-response-len 256 --multimodal-keys {"image":"images"}', None, id="images have unknown lengths"),
+        pytest.param(
+            '--rollout-max-response-len 256 --rollout-max-prompt-len 256 --multimodal-keys {"image":"images"}',
+            1.25 * 257 * 512,
+            id="prompts with images have a limit",
+        ),
     ],
 )
 def test_an_engine_that_shares_its_gpu_takes_no_more_cache_than_its_requests_need(flags: str, tokens: float | None) -> None:
     wave = "--rollout-batch-size 32 --n-samples-per-prompt 8"
     assert chosen(f"{SHARED} {wave} {flags}").get("max_total_tokens") == tokens
     assert "max_total_tokens" not in chosen(f"{ENGINES} {wave} {flags} --rollout-max-response-len 256")
+
+
+def test_engines_that_only_decode_hold_the_tokens_that_sglang_keeps_free_for_each_request(tmp_path: Path) -> None:
+    groups = [{"worker_type": role, "num_gpus": 1, "overrides": {"num_reserved_decode_tokens": 100}} for role in ("prefill", "decode")]
+    (tmp_path / "servers.yaml").write_text(json.dumps({"sglang": [{"name": "default", "server_groups": groups}]}))
+    shared = f"{SHARED} --actor-num-gpus-per-node 2 --sglang-config {tmp_path / 'servers.yaml'}"
+    found = chosen(f"{shared} --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 256")
+    assert found["max_total_tokens"] == 257 * (1.25 * 512 + 100)
+
+
+@pytest.mark.parametrize(
+    ("limit", "requests"),
+    [
+        ("--sglang-max-running-requests 64", 64),
+        ("--sglang-cuda-graph-max-bs-decode 64", 64 + SPARE_SLOTS),
+        ("--sglang-speculative-algorithm NGRAM", 48),
+    ],
+)
+def test_a_trainer_stays_beside_a_cache_for_fewer_requests_than_a_rollout_has(limit: str, requests: int) -> None:
+    found = chosen(f"{SHARED} {WAVE} 512 {limit}")
+    assert found["max_total_tokens"] == 1.25 * requests * 768 and found["offload_train"] is False
 
 
 def test_a_trainer_stays_beside_a_cache_of_the_size_that_is_needed() -> None:

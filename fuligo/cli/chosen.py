@@ -22,6 +22,8 @@ from fuligo.planner.plan import Choice
 from fuligo.planner.subject import read_subject
 from fuligo.quantities import as_typed, count
 
+EMBEDDED = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -137,9 +139,8 @@ def with_installed_engine(
         if not version
     ]
     if missing:
-        slower = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
         wanted = " ".join(f"{name}=={schema(group).version}" for name, group in (("sglang", "sglang"), ("sglang-router", "router")))
-        return config, [f"{slower}; to use SGLang: {python} -m pip install {wanted}"]
+        return config, [f"{EMBEDDED}; to use SGLang: {python} -m pip install {wanted}"]
     return _with_sglang(config, num_gpus, gpu, "SGLang is installed", host_memory_bytes)
 
 
@@ -169,17 +170,18 @@ def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, ho
     ones, one of the two would always be idle. The config is unchanged if SGLang would break a rule, or if no GPU is left for it.
     """
     changes = [] if _has_chosen_engine(config) else [Change(("cluster", "rollout_backend"), "sglang")]
+    num_engine_gpus = _num_engine_gpus(config)
     two = [*changes, Change(("cluster", "colocate"), True), Change(("cluster", "actor_num_gpus_per_node"), 2)]
     if num_gpus >= 2 and gpu is not None and _would_idle(config) and _can_run(shared := apply_changes(config, two), gpu, host_memory_bytes):
-        idle = "on separate GPUs (--rollout-num-gpus 1), one of the two would always be idle"
+        idle = f"on separate GPUs (--rollout-num-gpus {num_engine_gpus}), one of the two would always be idle"
         return shared, [f"{as_typed(change_text(change) for change in two)}: {reason}; {idle}"]
-    num_engine_gpus = config.resolved_rollout_num_gpus_per_engine
-    if config.trains and config.num_train_gpus + num_engine_gpus > num_gpus and not config.cluster.colocate:
-        if config.cluster.colocate is False:
-            return config, []  # no GPU is left for SGLang
-        changes.append(Change(("cluster", "colocate"), True))
-    elif config.trains and not config.cluster.colocate:
-        changes.append(Change(("cluster", "rollout_num_gpus"), num_engine_gpus))
+    if config.trains and not config.cluster.colocate:
+        if config.num_train_gpus + num_engine_gpus <= num_gpus:
+            changes.append(Change(("cluster", "rollout_num_gpus"), num_engine_gpus))
+        elif config.cluster.colocate is None:
+            changes.append(Change(("cluster", "colocate"), True))
+        else:
+            return config, [] if _has_chosen_engine(config) else [f"{EMBEDDED}; --no-colocate leaves no GPU for SGLang"]
     changed = apply_changes(config, changes)
     if _breaks_rules(config, changed):
         return config, []
@@ -195,10 +197,16 @@ def _with_placed_engines(config: Config, num_gpus: int, gpu: str | None, host_me
     decided = flags.colocate or flags.rollout_num_gpus is not None or config.engine.rollout_external_engine_addrs
     if decided or not config.trains or not config.engine_capabilities.releases_memory or config.num_train_gpus > num_gpus:
         return config, []
-    separate, reason = config.total_num_gpus, "no flag says where the engines run"
+    separate, reason = config.num_train_gpus + _num_engine_gpus(config), "no flag says where the engines run"
     if separate > num_gpus:
         reason = f"trainer and engines need {separate} separate GPUs, but the machine has {num_gpus}"
     return _with_sglang(config, num_gpus, gpu, reason, host_memory_bytes)
+
+
+def _num_engine_gpus(config: Config) -> int:
+    """Return the GPUs of engines on GPUs of their own, by default: those of all groups of --sglang-config, else of one engine."""
+    given = [group.num_gpus for servers in config.engine.sglang_config or () for group in servers.server_groups]
+    return sum(given) or config.resolved_rollout_num_gpus_per_engine
 
 
 def _would_idle(config: Config) -> bool:

@@ -110,6 +110,24 @@ def test_no_colocate_keeps_trainer_and_engines_apart(model: Path, machine, num_g
     assert (found.config.resolved_rollout_backend, found.config.total_num_gpus) == (engine, num_used)
 
 
+def test_a_line_says_that_no_gpu_is_left_for_sglang(model: Path, machine) -> None:
+    machine(1)
+    assert plan(model, "--no-colocate").choices[0].endswith("4 x slower than SGLang; --no-colocate leaves no GPU for SGLang")
+
+
+@pytest.mark.parametrize(("num_gpus", "colocate", "engine_gpus"), [(2, True, None), (3, True, None), (4, None, 2)])
+def test_engines_of_several_groups_get_the_gpus_of_all(
+    model: Path, machine, tmp_path: Path, num_gpus: int, colocate: bool | None, engine_gpus: int | None
+) -> None:
+    """Two engines and a trainer of two GPUs need four, or share two."""
+    machine(num_gpus)
+    (tmp_path / "servers.yaml").write_text("sglang: [{name: default, server_groups: [{num_gpus: 1}, {num_gpus: 1}]}]")
+    found = plan(model, f"--actor-num-gpus-per-node 2 --sglang-config {tmp_path / 'servers.yaml'}")
+    assert errors(found) == []
+    assert (found.config.cluster.colocate, found.config.cluster.rollout_num_gpus) == (colocate, engine_gpus)
+    assert ("need 4 separate GPUs" in found.choices[0]) is (num_gpus < 4)
+
+
 @pytest.mark.parametrize("flags", ["", "--async-mode one-step", "--no-colocate", "--rollout-num-gpus 1"])
 @pytest.mark.parametrize("engine", ["--rollout-backend sglang", "--sglang-attention-backend triton", "--engine-python python3"])
 def test_engines_that_a_flag_chooses_are_placed_as_those_chosen_by_default(model: Path, machine, engine: str, flags: str) -> None:

@@ -173,7 +173,7 @@ def _cache_choices(subject: Subject, places: Container[tuple[int, int] | None]) 
     runs = (subject.config, *subject.sharing)
     if any(map(_has_unknown_lengths, runs)):
         return
-    longest = max(max(longest_sample(run), longest_prompt(run) + (run.eval.eval_max_response_len or 0)) for run in runs)
+    longest = max(max(longest_sample(run), longest_prompt(run) + run.eval_rollout.rollout_max_response_len) for run in runs)
     for spec, memory in _sampling(subject):
         requests, arguments = memory.settings.max_running_requests, spec.arguments
         if spec.place not in places or requests is None or memory.states or arguments.get("max_total_tokens") is not None:

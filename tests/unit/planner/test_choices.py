@@ -173,6 +173,11 @@ def test_shared_gpus_leave_room_for_the_trainer() -> None:
     [
         pytest.param("--rollout-max-response-len 256", 1.25 * 257 * 512, id="257 requests with prompts of 256 tokens, and a quarter more"),
         pytest.param("--rollout-max-response-len 64 --eval-max-response-len 256", 1.25 * 257 * 512, id="evaluations are longer"),
+        pytest.param(
+            "--loss-type sft_loss --eval-prompt-data set rows.jsonl --rollout-max-prompt-len 256 --rollout-max-response-len 256",
+            1.25 * 257 * 512,
+            id="only evaluations sample",
+        ),
         pytest.param("--rollout-max-response-len 64 --rollout-max-prompt-len 448", 1.25 * 257 * 512, id="the given prompts are longer"),
         pytest.param("--rollout-max-response-len 8 --sglang-max-running-requests 8", 40960, id="one request may fill the model's context"),
         pytest.param("--rollout-max-response-len 16384", None, id="the GPU holds less"),

@@ -167,8 +167,8 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
 def _cache_choices(subject: Subject, places: Container[tuple[int, int] | None]) -> Iterator[Choice]:
     """Yield the choice of a KV cache no larger than the requests need, for the engine groups at `places`, which share GPUs with a trainer.
 
-    The rest of the memory stays free for the trainer and for other processes. Nothing is chosen if the lengths of requests are unknown: those
-    of a user's function, an environment or an agent, of prompts with images and no limit, and of evaluations with settings of their own.
+    The rest of the memory stays free for the trainer and for other processes. Nothing is chosen if the lengths of requests are unknown:
+    those of a user's function, an environment or an agent, of prompts with images and no limit, and of evaluations with their own settings.
     """
     runs = (subject.config, *subject.sharing)
     if any(map(_has_unknown_lengths, runs)):

@@ -80,7 +80,8 @@ def _signed(match: re.Match[str], value: Fraction) -> Fraction:
 def equal_numbers(first: Number, second: Number) -> bool:
     """Return whether two numbers are equal, or one is the other rounded to at least 6 significant digits.
 
-    Integers and fractions are exact: 1000001 is not 1000000. No other number rounds to zero.
+    A number of at least 15 digits may also differ by a rounding error of floating-point arithmetic: 0.30000000000000004 is 0.3. Integers
+    and fractions are not rounded: 1000001 is not 1000000. Zero equals only zero.
     """
     if first.value == second.value:
         return True

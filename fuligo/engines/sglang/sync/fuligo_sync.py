@@ -210,10 +210,10 @@ class Stream:
         self._started.append((tensors, row, dist.broadcast(row, src=0, group=self._group, async_op=True)))
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and tensors until the stream ends, or the end of a bucket during which the previous one was not freed.
+        """Yield the names and tensors of the stream; end early, after a bucket, if the model still holds the previous bucket.
 
-        After the first tensor of a bucket has been loaded, the previous bucket is free, and the broadcast of the second bucket after this
-        one is started.
+        That is checked when the first tensor of a bucket has been loaded. If the previous bucket is free by then, the broadcast of the
+        second bucket after the current one starts.
         """
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef

@@ -125,7 +125,7 @@ def cpu_adam_is_for_few_gpus(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-OVERLAP-GATHER", "--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer")
 def gathering_overlaps_reducing(subject: Subject) -> Iterator[Violation]:
-    """Overlapping the weight all-gather requires overlapping the gradient reduction."""
+    """Overlapping the weight all-gather requires the distributed optimizer and an overlapping gradient reduction."""
     config = subject.config
     if not subject.is_megatron or not config.megatron.get("overlap_param_gather"):
         return

@@ -32,7 +32,7 @@ class LaterTokens:
     input_ids: Tensor
     """[1, L] int64 token k positions later in the same sequence; padding beyond its end."""
     local_rows: Tensor
-    """[m] int64 indices into the L tokens whose hidden states predict a response token of the same sequence."""
+    """[m] int64 indices, among the L tokens, of those whose hidden states predict a response token of the same sequence."""
     local_ids: Tensor
     """[m] int64 indices into the N response tokens: the tokens that these hidden states predict."""
 

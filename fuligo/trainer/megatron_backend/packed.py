@@ -49,7 +49,7 @@ class PackedRow:
     num_tokens: int
     """T, the number of tokens of the whole row with padding."""
     local_rows: Tensor
-    """[n] int64 indices into the L tokens whose hidden states predict response tokens."""
+    """[n] int64 indices, among the L tokens, of those whose hidden states predict response tokens."""
     local_ids: Tensor
     """[n] int64 indices into the N response tokens: the tokens predicted there. Each index is on exactly one context-parallel rank."""
     sequence_ids: Tensor

@@ -50,12 +50,12 @@ class LaunchSettings:
 def connection_command(template: str) -> tuple[str, ...]:
     """Split the template of the command that reaches a host.
 
-    Raises ConfigError if a quotation is open, `{command}` is missing, or its program is not on this machine.
+    Raises ConfigError if the quoting is malformed, `{command}` is missing, or its program is not on this machine.
     """
     try:
         parts = tuple(shlex.split(template))
     except ValueError as error:
-        raise ConfigError(f"cannot read --ssh {template!r}: {str(error).lower()}; close it") from None
+        raise ConfigError(f"cannot read --ssh {template!r}: {str(error).lower()}; quote it as for a shell") from None
     if not any("{command}" in part for part in parts):
         raise ConfigError(f"cannot use --ssh {template!r}: it has no {{command}}; write it where the command for the host belongs")
     if shutil.which(parts[0]) is None:

@@ -188,7 +188,7 @@ class Sample:
     """
 
     index: int
-    """Number of the sample in the run, 0-based and unique."""
+    """Number of the response in the run, 0-based; unique, but samples that one response is split into share it."""
     group_index: int
     """Number of the drawn prompt in the run, 0-based; samples of one prompt that are drawn together share it."""
     prompt: str | Messages

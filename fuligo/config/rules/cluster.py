@@ -74,7 +74,7 @@ def engines_have_gpus(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-EXTERNAL-ENGINES", "--rollout-external-engine-addrs", "--rollout-num-gpus")
 def engines_are_here_or_elsewhere(config: Config) -> Iterator[Violation]:
-    """Reject a mix of external engines and engines that the run starts."""
+    """Reject a mix of external engines and engines that the run starts, and a run that has neither."""
     addresses, num_gpus = config.engine.rollout_external_engine_addrs, config.cluster.rollout_num_gpus
     if num_gpus == 0 and not addresses and config.needs_engine:
         text = "--rollout-num-gpus 0 starts no engine, and no external engine is given"
@@ -219,7 +219,7 @@ def engines_ask_for_keys(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-SERVED-MODELS", "--sglang-config")
 def one_model_follows_the_trainer(config: Config) -> Iterator[Violation]:
-    """Require exactly one model that receives the trainer's weights; rollouts are sampled from it."""
+    """Require distinct model names, and exactly one model that receives the trainer's weights; rollouts are sampled from it."""
     models = config.engine.sglang_config
     groups = engine_groups(config)
     if models is None or not groups or not config.needs_engine:

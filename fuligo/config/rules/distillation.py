@@ -54,7 +54,7 @@ def teacher_is_given_once(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-OPD-URL", "--opd-teacher-url")
 def teacher_has_an_address(config: Config) -> Iterator[Violation]:
-    """Require a teacher's URL with http:// or https:// and a host, without a path."""
+    """Require a teacher's URL with http:// or https:// and a host, without a path or credentials."""
     url = config.algorithm.opd_teacher_url
     if config.teacher_from != "engine" or url is None or (isinstance(url, str) and re.fullmatch(r"https?://[^/\s]+/?", url)):
         return

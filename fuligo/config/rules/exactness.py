@@ -45,7 +45,7 @@ MOST_GPUS = 2
 
 @rule("CFG-EXACT-BACKENDS", "--exact-on-policy", "--train-backend", "--rollout-backend", "--device")
 def backends_compute_alike(config: Config) -> Iterator[Violation]:
-    """Require the torch trainer, with the embedded engine on a CPU or with SGLang on GPUs, for exact log-probabilities."""
+    """Require the torch trainer, with the embedded engine on a CPU or SGLang on GPUs, started by fuligo, for exact log-probabilities."""
     if not config.train.exact_on_policy:
         return
     there = config.engine_capabilities.exact_on

@@ -13,7 +13,7 @@ _OFF = tuple(Change(("megatron", name), None) for name in ("fp8_format", "fp8_re
 
 @rule("CFG-FP8-RECIPE", "--fp8-recipe", "--fp8-format")
 def scales_are_of_this_step(config: Config) -> Iterator[Violation]:
-    """Require scales that each step computes from its own values: checkpoints lack those of delayed scaling, Megatron's default."""
+    """Require --fp8-recipe blockwise or tensorwise with --fp8-format: checkpoints lack the scales of delayed, Megatron's default."""
     kind, given = config.megatron.get("fp8_format"), config.megatron.get("fp8_recipe")
     if kind is None and given is not None:
         yield Violation(f"--fp8-recipe {given} has no effect without --fp8-format", _OFF, "or add --fp8-format e4m3", ("--fp8-recipe",))

@@ -76,7 +76,7 @@ TABLE: tuple[Rule[Config, Change], ...] = (
 
 @rule("CFG-RUN-LENGTH", "--num-rollout", "--num-epoch")
 def length_is_given_once(config: Config) -> Iterator[Violation]:
-    """Require exactly one flag for the length of the run."""
+    """Require exactly one flag for the length of the run, and a dataset if the flag counts epochs."""
     rollouts, epochs = config.data.num_rollout, config.data.num_epoch
     if rollouts is not None and epochs is not None:
         yield Violation(f"--num-rollout {rollouts} and --num-epoch {epochs} both set the length of the run", (set_flag("num_epoch", None),))

@@ -16,17 +16,23 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
 
 POLL_S = 1.0
 FIRST_WORKER_PORT, LAST_WORKER_PORT = 10002, 19999
 """Ports of workers, the same as with `ray start`; by default, `RayParams` lets workers use any port."""
 
+NO_API_SERVER = b"http://127.0.0.1:1"
+"""Address at which nothing answers."""
 
-class _Node(Node):
+
+class ServerlessNode(Node):
     """Ray's processes without the API server, which Ray starts even without a dashboard."""
 
     def start_api_server(self, **_: Any) -> None:
-        pass
+        """Record an address only: without one, the agents of an environment with `ray[default]` log an error every second."""
+        client: Any = self.get_gcs_client()
+        client.internal_kv_put(DASHBOARD_ADDRESS.encode(), NO_API_SERVER, True, KV_NAMESPACE_DASHBOARD)
 
 
 def run(parameters: dict[str, Any]) -> str:
@@ -42,7 +48,7 @@ def run(parameters: dict[str, Any]) -> str:
     ensure_token_if_auth_enabled(create_token_if_missing=False)
     # fuligo uses neither Ray's autoscaler (the head's monitor) nor its copies of the actors' output.
     given: dict[str, Any] = {**parameters, "no_monitor": True, "include_log_monitor": False}
-    node = _Node(RayParams(**given, min_worker_port=FIRST_WORKER_PORT, max_worker_port=LAST_WORKER_PORT), head=is_head)
+    node = ServerlessNode(RayParams(**given, min_worker_port=FIRST_WORKER_PORT, max_worker_port=LAST_WORKER_PORT), head=is_head)
     while not (ended := node.dead_processes()):
         time.sleep(POLL_S)
     node.kill_all_processes(check_alive=False, allow_graceful=False)

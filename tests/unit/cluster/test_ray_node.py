@@ -1,6 +1,11 @@
 """Ray's processes of a node; tests/cluster starts them."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,3 +37,13 @@ async def test_agents_do_not_ask_for_the_api_server_forever() -> None:
     agent._gcs_client, agent._dashboard_http_address = stored, None
     async with asyncio.timeout(10):
         assert await agent._get_dashboard_http_address() == NO_API_SERVER.decode()
+
+
+@pytest.mark.parametrize("role", [{"gcs_server_port": 6379}, {"gcs_address": "127.0.0.1:6379"}])
+def test_no_node_starts_without_the_token_that_it_should_require(role: dict[str, Any], tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "fuligo.cluster.ray_node", json.dumps({**role, "temp_dir": str(tmp_path / "ray")})]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1 and "no authentication token was found" in ended.stderr
+    assert not (tmp_path / "ray").exists()

@@ -110,6 +110,7 @@ def open_page(browser: Browser, free_pages: list[Page]) -> Iterator[OpenPage]:
         for event, listener in listeners.items():
             page.remove_listener(event, listener)
         page.goto("about:blank")
+        page.context.clear_cookies()  # the next visitor shows the token again
         free_pages.append(page)
     assert complaints == []
     assert foreign == []

@@ -7,6 +7,7 @@ more ports and take 3 s of CPU time before the run can connect.
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ray._private import services
@@ -17,6 +18,8 @@ from ray._private.authentication.authentication_token_setup import (
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
+
+from fuligo.engines.server_process import last_lines
 
 POLL_S = 1.0
 FIRST_WORKER_PORT, LAST_WORKER_PORT = 10002, 19999
@@ -36,7 +39,7 @@ class ServerlessNode(Node):
 
 
 def run(parameters: dict[str, Any]) -> str:
-    """Run Ray's processes of a node until one of them ends; return a message that names it and the directory of its log.
+    """Run Ray's processes of a node until one of them ends; return the end of its logs, and a message that names it and their directory.
 
     The node is the head unless `gcs_address` is given.
     """
@@ -53,7 +56,10 @@ def run(parameters: dict[str, Any]) -> str:
         time.sleep(POLL_S)
     node.kill_all_processes(check_alive=False, allow_graceful=False)
     listed = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
-    return f"processes of Ray ended: {listed}; their logs are in {node.get_logs_dir_path()}"
+    directory = Path(node.get_logs_dir_path())  # on this host, perhaps only as long as its job lasts
+    logs = [directory / f"{kind}.{output}" for kind, _ in ended for output in ("out", "err")]
+    said = [lines for log in logs if log.exists() and (lines := last_lines(log))]
+    return "\n".join([*said, f"processes of Ray ended: {listed}; their logs are in {directory}"])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("ray")
 
 from ray.dashboard.modules.event.event_agent import EventAgent
 
+from fuligo.cluster import ray_node
 from fuligo.cluster.ray_node import NO_API_SERVER, ServerlessNode
 
 
@@ -47,3 +49,40 @@ def test_no_node_starts_without_the_token_that_it_should_require(role: dict[str,
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1 and "no authentication token was found" in ended.stderr
     assert not (tmp_path / "ray").exists()
+
+
+class EndedNode:
+    """Node whose raylet has crashed, with logs in a directory."""
+
+    logs = Path()
+    is_killed = False
+
+    def __init__(self, parameters: Any, *, head: bool) -> None:
+        del parameters, head
+
+    def dead_processes(self) -> list[tuple[str, Any]]:
+        return [("raylet", SimpleNamespace(returncode=-11))]
+
+    def get_logs_dir_path(self) -> str:
+        return str(self.logs)
+
+    def kill_all_processes(self, **_: bool) -> None:
+        EndedNode.is_killed = True
+
+
+def test_the_reason_of_an_end_leaves_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's logs may be on another host, and gone with the job."""
+    (tmp_path / "raylet.out").write_text("".join(f"line {number}\n" for number in range(100)))
+    (tmp_path / "raylet.err").write_text("*** SIGSEGV received\n")
+    (tmp_path / "gcs_server.out").write_text("unrelated\n")
+    monkeypatch.setattr(EndedNode, "logs", tmp_path)
+    monkeypatch.setattr(EndedNode, "is_killed", False)
+    monkeypatch.setattr(ray_node, "ServerlessNode", EndedNode)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    said = ray_node.run({"gcs_address": "127.0.0.1:6379"}).splitlines()
+    assert said[-3:] == [
+        "line 99",
+        "*** SIGSEGV received",
+        f"ended by themselves: raylet (exit code -11); their logs are in {tmp_path}",
+    ]
+    assert len(said) < 50 and "unrelated" not in said and EndedNode.is_killed

@@ -83,6 +83,6 @@ def test_the_reason_of_an_end_leaves_the_host(tmp_path: Path, monkeypatch: pytes
     assert said[-3:] == [
         "line 99",
         "*** SIGSEGV received",
-        f"ended by themselves: raylet (exit code -11); their logs are in {tmp_path}",
+        f"processes of Ray ended: raylet (exit code -11); their logs are in {tmp_path}",
     ]
     assert len(said) < 50 and "unrelated" not in said and EndedNode.is_killed

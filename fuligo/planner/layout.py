@@ -21,8 +21,10 @@ class Cut:
     """Flags that split the layers into stages."""
 
     num_layers: int
-    num_extra: int
-    """Number of extra layers: the embedding and the loss, if they count as layers."""
+    embedding: bool
+    """True if the embedding counts as a layer of the first stage."""
+    loss: bool
+    """True if the loss counts as a layer of the last stage."""
     pp: int
     """Pipeline-parallel size."""
     vpp: int
@@ -31,6 +33,11 @@ class Cut:
     """Layers of the first pipeline rank; None: an equal share."""
     last: int | None
     """Layers of the last pipeline rank; None: an equal share."""
+
+    @property
+    def num_extra(self) -> int:
+        """Number of extra layers: the embedding and the loss, if they count as layers."""
+        return self.embedding + self.loss
 
     def counts(self) -> list[int] | None:
         """Return the layers of each pipeline rank, extra ones included, or None if they cannot be split this way."""
@@ -46,8 +53,14 @@ class Cut:
         counts = self.counts()
         if counts is None or any(number % self.vpp for number in counts):
             return []
+        return list(accumulate(self.chunks(counts)[:-1], initial=0))
+
+    def chunks(self, counts: Sequence[int]) -> list[int]:
+        """Return the number of layers of every virtual stage, extra ones excluded, for the layers of each pipeline rank."""
         chunks = [number // self.vpp for _ in range(self.vpp) for number in counts]
-        return [sum(chunks[:number]) for number in range(len(chunks))]
+        chunks[0] -= self.embedding
+        chunks[-1] -= self.loss
+        return chunks
 
     def shown(self) -> str:
         """Return ` with --decoder-first-pipeline-num-layers 14`; an empty string without these flags."""
@@ -84,7 +97,7 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split cannot be combined with "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers; remove either pair"
         )
-    cut = Cut(subject.architecture.num_layers, embedding + loss, shape.pp, shape.vpp, first, last)
+    cut = Cut(subject.architecture.num_layers, embedding, loss, shape.pp, shape.vpp, first, last)
     counts = cut.counts() if shape.pp > 1 else [cut.num_layers + cut.num_extra]
     if counts is None:
         problem = f"{cut.shown()}: {cut.why_uneven()}; choose stages that add up to {cut.num_layers} layers"
@@ -93,9 +106,7 @@ def stages(subject: Subject) -> tuple[Stage, ...]:
         rank, num_layers = uneven[0]
         problem = f"does not divide the {count(num_layers, 'layer')} of pipeline rank {rank}; choose a divisor of {num_layers}"
         raise ConfigError(f"--virtual-pipeline-model-parallel-size {shape.vpp} {problem}")
-    chunks = [num_layers // shape.vpp for _ in range(shape.vpp) for num_layers in counts]
-    chunks[0] -= embedding
-    chunks[-1] -= loss
+    chunks = cut.chunks(counts)
     starts = list(accumulate(chunks, initial=0))
     return tuple(
         Stage(

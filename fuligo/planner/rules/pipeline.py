@@ -5,6 +5,7 @@ follows from DSA's index sharing (GLM-5).
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from fuligo.config.findings import Change
@@ -24,9 +25,11 @@ def _cut(subject: Subject) -> Cut | None:
     config, sizes = subject.config, subject.config.parallel
     if not subject.is_megatron or config.megatron.get("pipeline_model_parallel_layout") is not None:
         return None
+    embedding, loss = (bool(config.megatron.get(name)) for name in ACCOUNTING)
     return Cut(
         num_layers=subject.architecture.num_layers,
-        num_extra=sum(bool(config.megatron.get(name)) for name in ACCOUNTING),
+        embedding=embedding,
+        loss=loss,
         pp=sizes.pipeline_model_parallel_size,
         vpp=sizes.virtual_pipeline_model_parallel_size or 1,
         first=sizes.decoder_first_pipeline_num_layers,
@@ -40,7 +43,7 @@ def _recuts(subject: Subject, cut: Cut) -> tuple[Fix, ...]:
     even = cut.num_layers / cut.pp
     found: list[tuple[float, Fix]] = []
     for first, last in product((None, *range(1, cut.num_layers)), repeat=2):
-        other = Cut(cut.num_layers, 0, cut.pp, cut.vpp, first, last)
+        other = replace(cut, embedding=False, loss=False, first=first, last=last)
         counts = other.counts() if not cut.num_extra else None
         starts = other.starts() if counts else []
         if not counts or min(counts) < 1 or not starts or (computing and not computing.issuperset(starts)):

@@ -17,7 +17,7 @@ from fuligo.config import Config
 from fuligo.errors import ConfigError
 from fuligo.layout.megatron import Layout
 from fuligo.planner.estimate import estimate
-from fuligo.planner.layout import make_layout, stages, trainer_ranks
+from fuligo.planner.layout import Cut, make_layout, stages, trainer_ranks
 from fuligo.planner.plan import TrainerRank
 from fuligo.planner.report import print_report
 from tests.unit.planner.hand_made_plans import plan_of_8
@@ -187,3 +187,19 @@ def test_without_training_no_gpu_has_a_trainer() -> None:
 def test_a_cluster_above_the_limit_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"--actor-num-nodes 100000000 .* are 800000000 GPUs; plans support up to 32768"):
         make_layout(subject_of(f"{GLM4_9B_COLOCATED} --actor-num-nodes 100000000", "glm4-9b"))
+
+
+@pytest.mark.parametrize(
+    "cut, starts",
+    [
+        (Cut(8, False, False, 4, 1, None, None), [0, 2, 4, 6]),
+        (Cut(6, True, True, 4, 1, None, None), [0, 1, 3, 5]),
+        (Cut(7, True, False, 2, 2, None, None), [0, 1, 3, 5]),
+        (Cut(7, False, True, 4, 1, None, None), [0, 2, 4, 6]),
+        (Cut(8, False, False, 3, 1, 2, None), [0, 2, 5]),
+        (Cut(8, False, False, 3, 2, None, None), []),
+    ],
+)
+def test_stages_start_after_the_layers_of_those_before(cut: Cut, starts: list[int]) -> None:
+    """An embedding that counts as a layer of the first stage is none: the later stages start one layer earlier."""
+    assert cut.starts() == starts

@@ -1,4 +1,4 @@
-"""Choice of unset flags for this machine: the values of the plan for its GPUs, SGLang if it is installed, the trainer."""
+"""Choice of values for unset flags on this machine: those of the plan for its GPUs, SGLang if it is installed, the trainer."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -125,7 +125,7 @@ def with_installed_engine(
 
     Args:
         num_gpus: GPUs of this machine
-        gpu: model of the first two of them, for the plan that decides whether trainer and engines share these; None: they do not
+        gpu: model of the first two of them, for the plan that decides whether trainer and engines share these; None: without this plan
         host_memory_bytes: memory for the same plan; None: that of the vendor's own servers
     """
     if not num_gpus or not config.needs_engine or chosen_launcher(config) != "local":
@@ -147,7 +147,7 @@ def with_installed_engine(
 def with_assumed_engine(config: Config, gpu: str, host_memory_bytes: int | None = None) -> tuple[Config, list[str]]:
     """Return the config with the engine that `fuligo train` chooses on a node with SGLang, and a note about the choice.
 
-    For the plan of a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`. Flags that choose SGLang, and
+    Used to plan a run on other machines, whose nodes have --num-gpus-per-node GPUs of the model `gpu`. Flags that choose SGLang, and
     `host_memory_bytes`: see `with_installed_engine`.
     """
     if config.cluster.device == "cpu" or not config.needs_engine or chosen_launcher(config) != "local":
@@ -167,7 +167,8 @@ def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, ho
     """Return the config with SGLang engines and their GPUs, and a line with the reason.
 
     Unless --no-colocate is given, trainer and engines share the GPUs if `num_gpus` are too few for both, and share two GPUs if, on separate
-    ones, one of the two would always be idle. The config is unchanged if SGLang would break a rule, or if no GPU is left for it.
+    ones, one of the two would always be idle and the plan for shared ones has no errors. The config is unchanged if SGLang would break a
+    rule, or if no GPU is left for it.
     """
     changes = [] if _has_chosen_engine(config) else [Change(("cluster", "rollout_backend"), "sglang")]
     num_engine_gpus = _num_engine_gpus(config)
@@ -204,7 +205,7 @@ def _with_placed_engines(config: Config, num_gpus: int, gpu: str | None, host_me
 
 
 def _num_engine_gpus(config: Config) -> int:
-    """Return the GPUs of engines on GPUs of their own, by default: those of all groups of --sglang-config, else of one engine."""
+    """Return the default number of GPUs of engines that share none with the trainer: all in --sglang-config, else those of one engine."""
     given = [group.num_gpus for servers in config.engine.sglang_config or () for group in servers.server_groups]
     return sum(given) or config.resolved_rollout_num_gpus_per_engine
 
@@ -218,7 +219,10 @@ def _would_idle(config: Config) -> bool:
 
 
 def _can_run(config: Config, gpu: str, host_memory_bytes: int | None) -> bool:
-    """Return whether the plan for GPUs of the model `gpu` has no errors; a trainer that makes room for engines moves to host memory."""
+    """Return whether the plan for GPUs of the model `gpu` has no errors.
+
+    `host_memory_bytes` matters because a trainer that makes room for engines moves to host memory.
+    """
     try:
         plan = make_plan(config, gpu, "train", host_memory_bytes=host_memory_bytes)
         return not any(finding.severity is Severity.ERROR for finding in plan.findings)

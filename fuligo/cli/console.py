@@ -55,7 +55,7 @@ def denied(error: OSError, arguments: Sequence[str]) -> str | None:
 
 
 def _flag_of(path: Path, arguments: Sequence[str]) -> str:
-    """Return the flag whose value contains the path or is inside it; empty if there is none."""
+    """Return `FLAG ` for the flag whose value is the path, or a path above or below it; empty if there is none."""
     flag = ""
     for argument in arguments:
         value = argument

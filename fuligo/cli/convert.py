@@ -16,7 +16,7 @@ from fuligo.models.hub import HubModel, model_directory
 from fuligo.planner import conversion
 
 _TORCHRUN_TIMEOUT_S = 7200.0
-"""Seconds that a process waits for the others, the slowest of which may still write its share."""
+"""Seconds that a process waits for the others, the slowest of which may still be writing its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ def hf_to_dist(arguments: Sequence[str]) -> int:
 
 
 def _small_model(path: Path | None) -> Path | None:
-    """Return the directory of `--hf-checkpoint`, which may be a name on the Hub, with config.json and tokenizer but without weights;
-    None without the flag."""
+    """Return the directory of `--hf-checkpoint`, downloaded without weights if it is a name on the Hub; None without the flag."""
     return None if path is None else model_directory(path, weights=False)
 
 

@@ -21,7 +21,10 @@ _MODEL_OPTIONS = ("--hf-checkpoint", "--load", "--ref-load", "--critic-load", "-
 
 
 def destination_problems(config: Config) -> Iterator[str]:
-    """Yield a problem for each path of a flag that the run cannot write to, or must not overwrite."""
+    """Yield a problem for each path of a flag that the run cannot write to, or must not overwrite.
+
+    Also yield one if the Hub, to which this sends a request, does not accept the user's token for --push-to-hub.
+    """
     observability = config.observability
     run_directory = Path(observability.run_dir) if observability.run_dir is not None else Path("runs") / (observability.name or "")
     # {rollout_id} is in the last parts of these paths: the directory before it must be writable.

@@ -135,7 +135,7 @@ def _disk_warnings(plan: Plan, config: Config) -> Iterator[Finding]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's own options, which stand anywhere among the arguments of the job."""
+    """Build the parser of the command's own options, which may stand anywhere among the arguments of the job."""
     made = argparse.ArgumentParser("fuligo plan", add_help=False, allow_abbrev=False, exit_on_error=False)
     made.add_argument("--gpu")
     made.add_argument("--host-memory", type=_number("a number of GiB above 0, such as 2048", lambda gib: 0 < gib < float("inf")))

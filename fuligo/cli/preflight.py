@@ -1,4 +1,4 @@
-"""Checks of the files that a config names, before any model loads: weights, data, hooks, output directories; warnings about the rest."""
+"""Checks of files that a config names, before a model loads: weights, data, hooks, output directories; warnings about likely mistakes."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(files: Sequence[str], flags: Sequence[str]) -> dict[str, Parsed]:
-    """Read the config files with the flags; return them by file name, or by path if two files have the same name.
+    """Read the config files with the flags; return them by file name without suffix, or by path if two of these names are equal.
 
     Raises ConfigError if a file is given twice, or a config is not valid.
     """
@@ -117,7 +117,7 @@ def _with_directories(configs: Mapping[str, Config], started: datetime) -> dict[
 
 
 def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
-    """Return the configs of the runs that are not complete, each with --load of its own checkpoints if there are any.
+    """Return the configs of the runs that are not complete, each with --load of its own checkpoints, or its given one if it has none.
 
     Raises ConfigError if a run has neither --run-dir nor --name, by which its directory is found, and FuligoError if the data that
     --num-epoch counts cannot be read.
@@ -147,9 +147,9 @@ def _resumed(configs: Mapping[str, Config]) -> dict[str, Config]:
 
 
 def _num_unsaved(config: Config, directory: Path) -> int:
-    """Return the number of rollouts that a run has recorded and, if one is due then, evaluated without saving a checkpoint.
+    """Return the number of rollouts that a run has recorded; 0 if a checkpoint is due after the newest one, or its evaluation is missing.
 
-    It is 0 if a checkpoint is due after the newest of them, because the run was then interrupted before it was saved.
+    If a checkpoint is due, it tells how many are complete; if it or the evaluation is missing, the run was interrupted.
     """
     from fuligo.observability.jsonl import read_json_lines
 

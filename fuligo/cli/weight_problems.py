@@ -217,7 +217,7 @@ def _distributed(config: Config, option: str, directory: Path) -> Iterator[str]:
 
 
 def _remote_code(config: Config) -> Iterator[str]:
-    """Yield a problem if the model or the tokenizer does not load without the checkpoint's own code."""
+    """Yield a problem if the model needs the checkpoint's own code, or the tokenizer needs it without --trust-remote-code."""
     if config.model.hf_checkpoint is not None:
         yield from _code_of("--hf-checkpoint", Path(config.model.hf_checkpoint), config)
 
@@ -264,7 +264,10 @@ def _value_model(config: Config) -> Iterator[str]:
 
 
 def _from_policy(config: Config, weights: Path) -> str | None:
-    """Return how the architecture of weights differs from that of --hf-checkpoint, whose damage other checks report."""
+    """Return how the architecture of weights differs from that of --hf-checkpoint; None if equal, or if a config.json is damaged.
+
+    Other checks report the damage.
+    """
     try:
         return None if config.model.hf_checkpoint is None else architecture_difference(weights, Path(config.model.hf_checkpoint))
     except DamagedFileError:

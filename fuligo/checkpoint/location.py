@@ -35,7 +35,7 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
     """Return the checkpoint or weights in `--load` that a run starts from; None for a fresh start from `--ref-load`.
 
     A missing or empty directory means a fresh start, so that the same command both starts and resumes a run. Raises CheckpointError if the
-    directory contains something other than checkpoints, lacks the iteration `ckpt_step` (None: the newest), or is damaged.
+    directory contains neither checkpoints nor weights, lacks the iteration `ckpt_step` (None: the newest), or is damaged.
     """
     if load is None or not _entries(load):
         if ckpt_step is not None:
@@ -59,7 +59,7 @@ def resolve(load: Path | None, ckpt_step: int | None = None) -> Checkpoint | Wei
 
 
 def nothing_left(checkpoint: Path | None, step: int, num_rollout: int) -> str | None:
-    """Return an error message if no rollouts are left for a run of `num_rollout` that resumes after `step`; None if some are left."""
+    """Return an error message if no rollouts are left for a run of `num_rollout` rollouts that resumes after `step` of them; else None."""
     if step < num_rollout:
         return None
     return f"cannot resume {checkpoint}: the run is complete ({step} of {count(num_rollout, 'rollout')}); raise --num-rollout to continue"
@@ -107,10 +107,10 @@ def weights_of(checkpoint: Path) -> Path:
 
 
 def newest_iteration(directory: Path) -> int | None:
-    """Return the iteration in the tracker file; None if there is no checkpoint.
+    """Return the iteration in the tracker file.
 
-    Without a tracker, return the iteration of a single complete checkpoint: the run was killed before it wrote the tracker. Raises
-    CheckpointError if the tracker does not contain an iteration.
+    Without a tracker, return the iteration of the only checkpoint if it is complete, because the run was killed before it wrote the
+    tracker; else None. Raises CheckpointError if the tracker does not contain an iteration.
     """
     try:
         text = (directory / TRACKER).read_text().strip()
@@ -126,7 +126,10 @@ def newest_iteration(directory: Path) -> int | None:
 
 
 def find_iteration(directory: Path, iteration: int) -> Checkpoint:
-    """Check a checkpoint's manifest and return the checkpoint. If it is missing, the CheckpointError lists the existing iterations."""
+    """Check a checkpoint's manifest and return the checkpoint.
+
+    Raises CheckpointError if the checkpoint is damaged or missing; if missing, the error lists the existing iterations.
+    """
     for name in (iteration_name(iteration), replaced_name(iteration)):
         if (directory / name).is_dir():
             for part in (directory / name, *(each for each in (directory / name).iterdir() if each.is_dir())):

@@ -103,7 +103,7 @@ class CheckpointStore:
             wait: function that returns when the trainer's part is on disk.
 
         Raises:
-            CheckpointWriteError: the save could not begin; earlier checkpoints are untouched.
+            CheckpointWriteError: the save could not begin, or (raised by the task) be completed; earlier checkpoints are untouched.
         """
         unfinished = self.directory / f"{UNFINISHED}{iteration_name(iteration)}"
         try:

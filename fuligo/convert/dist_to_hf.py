@@ -51,8 +51,8 @@ def dist_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None
 def write_directory(weights: Weights, model: Path, target: Path, *, changed: Mapping[str, object] = NO_CHANGE) -> None:
     """Write a Hugging Face directory with these weights to `target`, new or empty, which appears when it is complete.
 
-    Other files are copied from `model`; `changed` replaces keys of its config.json. Raises CheckpointError if weights are damaged, or the
-    target cannot be written.
+    Other files are copied from `model`; `changed` replaces keys of its config.json, and `quantization_config` is removed. Raises
+    CheckpointError if weights are damaged, or the target cannot be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"cannot write {target}: it exists and is not an empty directory; use another directory")

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def export(checkpoint: Path, target: Path) -> None:
     """Export a checkpoint to `target`, which appears completely or not at all, and replaces an earlier export.
 
-    Raises CheckpointError if the checkpoint is damaged, or `target` holds something other than an export and is left unchanged.
+    Raises CheckpointError if the checkpoint is damaged, or `target` holds something other than an export; `target` is then unchanged.
     """
     if (problem := export_problem(target)) is not None:
         raise CheckpointError(f"{problem} (--save-hf)")
@@ -55,7 +55,7 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 def _stating(config_json: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the entries of config.json that state a dtype, for the whole model, its language model or its towers, with `dtype` instead."""
+    """Return the entries of config.json that state a dtype (of the whole model, its language model or its towers), changed to `dtype`."""
     parts = {key: part | {"dtype": dtype} for key, part in config_json.items() if isinstance(part, dict) and "dtype" in part}
     return {"dtype": dtype, **parts}
 

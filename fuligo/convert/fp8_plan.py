@@ -24,7 +24,7 @@ from fuligo.quantities import amount, count, magnitude
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 UNFINISHED = ".tmp_"
-"""Prefix of files that are being written; a crash leaves them."""
+"""Prefix of files that are being written; a crash leaves them behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _plan_of_files(source: Path, target: Path, quantization: Quantization, num_w
 
 
 def _estimate(source: Path, target: Path, quantization: Quantization, num_workers: int, architecture: Architecture) -> Fp8Plan:
-    """Return a plan estimated from config.json alone: bf16, and a float32 scale per whole block; other scales are not counted."""
+    """Return a plan estimated from config.json alone, for a source in bf16; of the scales, only those of whole blocks are counted."""
     layers = (*architecture.layers, *architecture.mtp_layers)
     parts = (*architecture.outer_parts, *(part for layer in layers for part in layer.parts))
     num_quantized = sum(part.num_parameters for part in parts if part.quantizable)

@@ -20,7 +20,8 @@ class HuggingFaceView:
     """Hugging Face tensors of a distributed checkpoint.
 
     Tensors have the names of published checkpoints. Their dtypes are those of the Hugging Face checkpoint that training started from if
-    they are recorded, else that of config.json. A value model's `lm_head.weight` has one row, as the torch trainer saves it.
+    they are recorded, else that of config.json (float32 for weights that always have it). A value model's `lm_head.weight` has one row, as
+    the torch trainer saves it.
     """
 
     def __init__(self, directory: Path, model: Path | None = None) -> None:

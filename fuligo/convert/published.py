@@ -19,7 +19,7 @@ class PublishedWeights:
         self._weights = weights
         self._experts = experts
         self._sources: dict[str, tuple[str, int]] = {}
-        """Stored tensor that holds each published one, and its index among those that the stored one holds."""
+        """By name of a published tensor: the stored tensor that holds it, and its index among those in the stored tensor."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for name, shape in weights.shapes.items():

@@ -42,7 +42,7 @@ class AssistantTurns:
 
         If the template renders earlier turns differently once later ones follow, `per-turn` trains each turn in its own sequence, as the
         model writes it, and `rendered` trains the form that the whole conversation shows. Raises DataError if the template
-        does so and `rewritten` is `refuse`, or if the tokens of a turn cannot be found.
+        rewrites a turn and `rewritten` is `refuse`, or if the tokens of a turn cannot be found.
         """
         if (marked := self._marked()) is not None:
             return [marked]

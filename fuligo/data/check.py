@@ -9,7 +9,7 @@ from fuligo.data.source import PromptOrder
 from fuligo.errors import DataError
 
 ROWS_READ = 20_000
-"""Number of rows of the data among which all that a run draws are read, in about 20 us each."""
+"""Number of rows, from the first, of which those that a run draws are read; reading one takes about 20 us."""
 PROMPTS_TOKENIZED = 4
 """Number of prompts, those with the most characters, that are tokenized to find the longest one."""
 
@@ -17,8 +17,9 @@ PROMPTS_TOKENIZED = 4
 def check_file(paths: str | Path | Sequence[str], settings: DataFlags, num_drawn: int | None = None) -> int:
     """Check prompt files (readable, not empty, rows have the keys and valid values) and return how many rows are selected.
 
-    The first rows of every file are read and, of the first `ROWS_READ` rows, those that the run draws (at least `num_drawn`; None: all).
-    With --skip-bad-rows, none is. Raises DataError if a file is unusable, naming the file, the line and the fix.
+    The first rows of every file are read and, unless rows have images, those of the first `ROWS_READ` rows that are among the first
+    `num_drawn` of the first epoch (None: all). With --skip-bad-rows, no rows are read. Raises DataError if a file is unusable, naming the
+    file, the line and the fix.
     """
     rows = Rows.open(paths, settings)
     if not settings.skip_bad_rows:
@@ -36,9 +37,10 @@ def _drawn(rows: Rows, settings: DataFlags, num_drawn: int | None) -> set[int]:
 
 
 def longest_prompt(dataset: PromptDataset, num_drawn: int | None = None) -> tuple[int, int] | None:
-    """Return the row and the tokens of the longest prompt among the rows that `check_file` reads and that can be used.
+    """Return the row and the number of tokens of the longest usable prompt among those of the first `ROWS_READ` rows that the run draws.
 
-    Only the `PROMPTS_TOKENIZED` prompts with the most characters are compared. Return None if there is no such row, or rows have images.
+    Only the `PROMPTS_TOKENIZED` prompts with the most characters are compared. `num_drawn` is that of `check_file`. Return None if none of
+    them can be used, or rows have images.
     """
     if dataset.settings.image_key is not None:
         return None

@@ -39,7 +39,7 @@ class Conversation:
 
     row: int
     prompt: str | Messages
-    """Prompt of the row; chat messages include the assistant's turns."""
+    """Prompt of the row; chat messages include the assistant's turns, except an answer under --label-key."""
     parts: tuple[MaskedTokens, ...]
     """One sequence for the whole conversation, or one for each assistant turn if the template rewrites earlier turns."""
     label: Any

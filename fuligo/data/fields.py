@@ -20,7 +20,7 @@ class Fields:
     label: Any
     metadata: dict[str, Any]
     tools: list[Any] | None
-    """Tool definitions for the chat template; None without --tool-key."""
+    """Tool definitions for the chat template; None without --tool-key, or if the row has none."""
     images: tuple[RawImage, ...] = ()
 
 
@@ -83,7 +83,7 @@ def _images(row: dict[str, Any], settings: DataFlags, prompt: str | Messages, di
 
 
 def check_messages(value: Any, key: str, *, has_images: bool = False) -> Messages:
-    """Return chat messages without their null fields (columnar files fill missing fields with null).
+    """Return chat messages without their null fields, except `content` (columnar files fill missing fields with null).
 
     With `has_images`, image parts become placeholders. Raises DataError if `value` is not a list of messages with a role and content.
     """

@@ -130,7 +130,7 @@ class ImageDigests:
 
     def __init__(self, num_rows: int) -> None:
         self._digests = np.zeros(num_rows, np.uint64)
-        """[rows] digest of each row's images; 0 if the row has not been read."""
+        """[rows] digest of each row's images; 0 if the row has not been read or has no image files."""
 
     def check(self, row: int, images: Sequence[RawImage], place: str) -> None:
         """Remember the images of a row, or check that they are the same as when the row was read before.

@@ -30,7 +30,7 @@ class OpenFile:
         self._digest: str | None = None
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from `start` to `stop`, at most `num_bytes`. Raises DataChangedError if the content changed or is lost."""
+        """Return the bytes from `start` to `stop` (at most `num_bytes`). Raises DataChangedError if the content changed or is lost."""
         content = b"".join(self._chunks(start, stop))
         if len(content) < stop - start:
             raise self._changed()

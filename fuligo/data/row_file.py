@@ -1,4 +1,4 @@
-"""Rows of a prompt file by number, without holding the file in memory; `FILE@[a:b]` selects rows.
+"""Rows of a prompt file by number, without holding the file in memory, except CSV; `FILE@[a:b]` selects rows.
 
 One pass over a jsonl file indexes its lines; each access parses its row.
 """

@@ -37,7 +37,7 @@ class ChatTemplate:
     """Chat template of a tokenizer, with the user's arguments. Rendering raises DataError if the template rejects the messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
-        """Check template and arguments. Raises ConfigError if there is no template, or `kwargs` sets anything but its variables."""
+        """Check template and arguments. Raises ConfigError if there is no template, or `kwargs` sets an argument in `_RESERVED`."""
         if not tokenizer.chat_template and "chat_template" not in kwargs:
             raise ConfigError(no_chat_template(tokenizer.name_or_path or "the model"))
         if reserved := _RESERVED & kwargs.keys():

@@ -119,7 +119,7 @@ function seconds(duration) {
   return `${duration.toFixed(duration < 1 ? 2 : duration < 10 ? 1 : 0)} s`;
 }
 
-// 0, 1, 2, 5 -> "0-2, 5"
+// 0, 1, 2, 5 -> "0–2, 5"
 function ranges(numbers) {
   const runs = [];
   for (const number of [...new Set(numbers)].sort((a, b) => a - b)) {

@@ -37,7 +37,7 @@ def configure(file: str | Path | None = None, /, **flags: Any) -> Config:
 
 
 def _parsed(file: str | Path | None, flags: dict[str, Any]) -> Parsed:
-    """Build a config like `configure`; also return its warnings and where each flag was set."""
+    """Build a config like `configure`; also return its warnings and where the file sets each flag."""
     given = Given()
     for name, value in flags.items():
         try:
@@ -78,7 +78,7 @@ _DATA = ("prompt_data", "eval_prompt_data")
 def hook_path(name: str, function: Callable[..., Any]) -> str:
     """Return the dotted path of a function: in its own module if it can be imported from there, else in `fuligo.callables`.
 
-    Raises ConfigError if this flag takes no function.
+    Raises ConfigError if the flag `name` takes no function.
     """
     if name not in HOOKS:
         raise ConfigError(f"{name} does not accept a function; these flags do: {', '.join(HOOKS)}")
@@ -89,7 +89,7 @@ def hook_path(name: str, function: Callable[..., Any]) -> str:
 
 
 def train(config: Config | str | Path | None = None, /, **flags: Any) -> "Outcome":
-    """Train to the end, like `fuligo train`, and return the run directory and all evaluations.
+    """Train to the end, like `fuligo train`, and return the run directory and the evaluations.
 
     Args:
         config: a config, or the YAML file of one.

@@ -15,7 +15,7 @@ descriptor would then take minutes."""
 OBJECTS_PER_COLLECTION = 10_000
 """Net allocations of objects that start a garbage collection; Python's default is 700."""
 MANY_MODULES = 30
-"""New modules that tell imports of a package such as torch, which has hundreds, from a second run of the same code."""
+"""Smallest number of new modules with which a block counts as the import of a large package; torch has hundreds, repeated code few."""
 UNLIMITED_BYTES = 2**60
 """Limits of cgroup v1 above this mean that there is no limit."""
 
@@ -39,7 +39,7 @@ def half_the_cores() -> int:
 
 
 def memory_bytes(system: Path = SYSTEM) -> int:
-    """Return the bytes of memory of the machine, or of the smallest limit of this process's cgroups if that is less."""
+    """Return the bytes of memory of the machine, or the smallest limit of this process's cgroups if that is less."""
     return min([_meminfo_bytes("MemTotal", system), *(limit for limit, _ in _memory_limits(system))])
 
 
@@ -49,9 +49,10 @@ def available_memory_bytes(system: Path = SYSTEM) -> int:
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files to the hard limit, at most `MAX_OPEN_FILES`; return it. Child processes inherit the limit.
+    """Raise the soft limit of open files to the hard limit, at most `MAX_OPEN_FILES`. Child processes inherit the limit.
 
-    Each request in flight needs a connection, and the usual soft limit is 1024.
+    Return the soft limit, or `MAX_OPEN_FILES` if it is infinite. Each request in flight needs a connection, and the usual soft limit is
+    1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -119,7 +120,7 @@ def _cgroups(controller: str, system: Path) -> list[Path]:
     """Return the directories of this process's cgroup and of those that contain it; empty without them.
 
     Args:
-        controller: controller in version 1 of cgroups; "" in version 2, which has one tree for all.
+        controller: controller of cgroups version 1; "" for version 2, which has one tree for all.
     """
     root = system / "sys/fs/cgroup" / controller
     for line in _read(system / "proc/self/cgroup").splitlines():

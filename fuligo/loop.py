@@ -75,7 +75,7 @@ class Loop:
     post_process: Callable[[list[TrainSample]], None] | None = None
     """Hook that receives the scored samples, and may change them, before advantages are computed; None: no hook."""
     before_train_step: Callable[[int, TrainBatch], None] | None = None
-    """Hook that receives the step and its batch, and may change the batch, before training; None: no hook."""
+    """Hook that receives the rollout id and the batch, and may change the batch, before training on it; None: no hook."""
     is_training: bool = False
     """True from the start of a training step until it is recorded and its periodic tasks are done: the trainer's weights belong to no
     complete rollout. If a step fails, it stays True."""
@@ -108,7 +108,7 @@ class Loop:
         self.is_training = False
 
     async def sync_weights(self, step: int) -> int:
-        """Sync the engines if `update_interval` rollouts are complete; return the version of the weights in the engines."""
+        """Sync the engines after every `update_interval` rollouts; return the version of the weights in the engines."""
         if (step + 1) % self.update_interval != 0:
             return self.weights.version
         await self.rollouts.settle()
@@ -116,7 +116,7 @@ class Loop:
 
 
 async def sample_only(rollouts: PacedRollouts, recorder: Recorder, periodic: list[Periodic]) -> None:
-    """Sample and score without training (--debug-rollout-only)."""
+    """Sample and reward rollouts without training (--debug-rollout-only)."""
     async for rollout in rollouts:
         recorder.record(rollout, None, None, 0)
         await run_due(periodic, rollout, 0)

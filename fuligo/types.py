@@ -40,7 +40,7 @@ class RawImage:
     """Encoded image, as it was read."""
 
     source: str
-    """File, or column and number, for error messages."""
+    """Image file, or column and number, for error messages."""
     data: bytes = field(repr=False)
     is_file: bool = False
     """True if it was read from an image file."""
@@ -51,7 +51,7 @@ class PromptImage:
     """Image file of a prompt and the position of its tokens. Samples of a prompt share it; pixels are decoded where they are needed."""
 
     source: str
-    """File, or file and row, for error messages."""
+    """Image file, or column and number, for error messages."""
     data: bytes = field(repr=False)
     """Content of the image file (PNG, JPEG, ...)."""
     digest: str
@@ -98,7 +98,7 @@ class Span:
 
     name: str
     """Kind of work: `generate`, `reward`, `environment`, `teacher`, or a name that a hook chose (sample); `score`, `precision noise`,
-    `forward, backward`, `optimizer`, `send` (rank)."""
+    `forward, backward`, `optimizer`, `send`, `offload`, `onload` (rank)."""
     start_s: float
     """Seconds since the epoch (`time.time()`)."""
     end_s: float
@@ -171,7 +171,7 @@ class Episode:
     """Tools that the model may call, in the format of OpenAI's API."""
     turns: list[Turn] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
-    """Earlier samples of an unfinished episode; empty when it is finished, since they are then returned."""
+    """Earlier samples of an unfinished episode; empty when it is finished, since each of them is then a `Sample`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of each number that the environment reported."""
     state: Any = None
@@ -197,7 +197,8 @@ class Sample:
     label: Any = None
     """Reference answer of the row, of any JSON type."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Columns of the dataset, and data of hooks. `start_rollout_id` is the rollout in which generation began."""
+    """Object under --metadata-key, `tools` with --tool-key, and data of hooks. `start_rollout_id` is the rollout in which generation
+    began."""
     images: tuple[PromptImage, ...] = ()
     """Images of the prompt, in the order of their tokens."""
 
@@ -206,14 +207,14 @@ class Sample:
     loss_mask: MaskArray = field(default_factory=lambda: np.empty(0, np.int8))
     """[R] 1 on tokens to train on."""
     engine_logprobs: FloatArray = field(default_factory=_empty_floats)
-    """[R] log softmax(logits / T) over the full vocabulary, from the engine that sampled the token."""
+    """[R] log softmax(logits / temperature) over the full vocabulary, from the engine that sampled the token."""
     versions: IntArray = field(default_factory=_empty_ids)
     """[R] policy_version of the weights that sampled the token."""
     routed_experts: RoutedExperts | None = None
-    """[T - 1, M, K] experts chosen by the engine that computed the token first; None without --use-rollout-routing-replay. The last token
-    and tokens appended after sampling have none."""
+    """[n, M, K] experts of the first n <= T - 1 tokens, chosen by the engine that computed the token first; None without
+    --use-rollout-routing-replay. The last sampled token and tokens appended after it have none."""
     teacher_logprobs: FloatArray | None = None
-    """[R] log softmax(logits / T) of a teacher that an engine serves (--use-opd); None until the sample is finished."""
+    """[R] log softmax(logits / temperature) of a teacher that an engine serves (--use-opd); None until the sample is finished."""
 
     status: SampleStatus = SampleStatus.PENDING
     finish_reason: str | None = None
@@ -225,7 +226,8 @@ class Sample:
     """Reason why a built-in judge gave no verdict (its time or memory ran out), so that the answer counts as wrong; None
     otherwise."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that a hook reports for this sample, by name; their means are the metrics `rollout/sample/<name>`."""
+    """Numbers that hooks, environments and --extra-rm-path report for this sample, by name; their means are the metrics
+    `rollout/sample/<name>`."""
     response: str = ""
     """Text of `response_ids`, all decoded at once."""
     spans: list[Span] = field(default_factory=list)
@@ -383,7 +385,7 @@ class StepResult:
     """Result of training on one rollout."""
 
     metrics: dict[str, float]
-    """`train/*`: means over the optimizer steps of the rollout."""
+    """`train/*`: means over the optimizer steps of the rollout (maxima of `*_max`), and figures of the whole rollout, such as tokens/s."""
     scores: dict[int, TokenScores]
     """Scores by position in `TrainBatch.samples`; empty on ranks other than the first."""
     num_tokens: int

@@ -30,8 +30,8 @@ class AdvantageSettings:
     estimator: str = "grpo"
     """Key of `ESTIMATORS`."""
     normalize_rewards: bool = True
-    """True to subtract the group's baseline, for estimators with `has_group_baseline`. If False, nothing is divided by the standard
-    deviation."""
+    """True to subtract the group's baseline, for estimators with `has_group_baseline`. If False, `divide_by_std` has no
+    effect."""
     divide_by_std: bool = True
     """True to divide by the group's standard deviation, for estimators with `divides_by_std`."""
     std_epsilon: float = STD_EPSILON

@@ -26,8 +26,8 @@ _POINTS = 4
 def equal_expressions(first: str, second: str) -> bool:
     """Return whether two expressions are equal; False if sympy cannot compute one, such as a power of a matrix that is not square.
 
-    If `second` ends with `=0`, return whether `first` is a constant, nonzero multiple of its left side. Raises RecursionError if an
-    expression is nested too deeply.
+    If `second` ends with `=0`, return whether `first` is a constant, nonzero multiple of its left side. If one of the two cannot be parsed,
+    compare their texts, without regard to case, spaces and braces. Raises RecursionError if an expression is nested too deeply to compute.
     """
     try:
         proportional = second.endswith("=0")
@@ -105,7 +105,7 @@ def _bounds(expression: Any) -> set[str]:
 
 
 def _random_point(rng: random.Random, place: int) -> Any:
-    """Return a value between 1/4 and 4, negative at every other point."""
+    """Return a value of about 1/4 to 4, with a minus sign at every other point."""
     value = Rational(rng.randrange(1000, 16000), 4001)
     return -value if place % 2 else value
 
@@ -151,7 +151,7 @@ def _summed(expression: Any) -> Any:
 
 
 def _limit(series: Any) -> Any:
-    """Extrapolate an infinite sum or product from its first terms; None if two precisions do not agree."""
+    """Extrapolate an infinite sum or product from its first terms; None if it does not converge, or two precisions do not agree."""
     function: Any = series.function
     (index, start, _), extrapolate = series.limits[0], mpmath.nprod if isinstance(series, Product) else mpmath.nsum
 

@@ -53,7 +53,7 @@ class Collection:
     kind: Kind
     items: tuple[Answer, ...]
     brackets: str = ""
-    """Opening and closing bracket of a tuple."""
+    """Opening and closing bracket of a tuple; `:` for a ratio."""
     variable: str = ""
     """Variable whose inequality the interval solves; empty if none is named."""
 
@@ -190,7 +190,7 @@ def _items(text: str) -> list[str] | None:
 
 
 def _bracketed(text: str) -> Answer | None:
-    """Return a set, tuple or interval, or the only entry of round brackets; None if no brackets surround the text."""
+    """Return a set, tuple or interval, or the only entry of round brackets; None for any other text."""
     if text.startswith("\\{") and text.endswith("\\}") and _matching(text, 1) == len(text) - 1:
         inner = text[2:-2].strip()
         entries = [entry for entry in _split(inner, _COMMA_OR_SEMICOLON) if entry]

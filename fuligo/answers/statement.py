@@ -13,7 +13,7 @@ _BETWEEN_BOXES = re.compile(
 )
 
 _MAX_TAIL_CHARS = 2000
-"""Length of the end of a response, without a box or marker, that is searched for its last number or formula."""
+"""Number of characters searched for an answer: the first ones after a marker, or the last ones of a response without a box or marker."""
 _MAX_WHOLE_CHARS = 120
 """Longest text that can be an answer as a whole; longer texts are prose."""
 _MARKER = re.compile(r"####|^\s*A:|\banswer\b[^:=\n]{0,40}?(?:\bis\b|\bare\b|:|=)\s*:?", re.IGNORECASE | re.MULTILINE)
@@ -78,7 +78,10 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the content of the last box, after that of the boxes that belong to the same answer; None if the last box is never closed."""
+    """Return the contents of the last box and of the boxes before it that belong to the same answer, joined by commas.
+
+    If all contents are equal, return one of them. Return None if the last box is never closed.
+    """
     starts = list(_BOX.finditer(text))
     end = _closing(text, starts[-1].end())
     if end is None:
@@ -96,7 +99,10 @@ def _boxed(text: str) -> str | None:
 
 
 def _stated_answer(text: str) -> str | None:
-    """Return the answer in the first line or sentence of the text after a marker: all of it, or its first terms; None if it has none."""
+    """Return the answer in the first line or sentence of the text after a marker: all of it, or its first terms.
+
+    Without terms, a short sentence is the answer. Return None if the sentence is empty or too long.
+    """
     text = text.lstrip(" \t\n*:")[:_MAX_TAIL_CHARS]
     end = _SENTENCE_END.search(text)
     sentence = (text if end is None else text[: end.start()]).strip()

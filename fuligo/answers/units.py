@@ -73,7 +73,7 @@ class Value:
 
 
 def split_unit(text: str) -> Value | None:
-    r"""Split a number, with or without a unit, or an expression before `\text{unit}`; return None for any other text."""
+    r"""Split a number, with or without a unit, or an expression before `\text{unit}` or `%`; return None for any other text."""
     if text[:1] in _CURRENCIES and read_number(text[1:].strip()) is not None:
         return Value(text[1:].strip(), KNOWN.get(text[0], text[0]))
     if read_number(text) is not None:

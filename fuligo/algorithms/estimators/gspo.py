@@ -3,7 +3,7 @@
 Advantages: GRPO's.
 Loss: PPO's surrogate with the sequence ratio s = exp(mean over the sample's unmasked tokens of logprobs - old_logprobs) at every token. The
 gradient is that of the paper's GSPO-token, s_t = sg[s] pi_t / sg[pi_t]: -s A with respect to each token's log-probability. It equals
-GSPO's gradient if all tokens of a sample share one advantage, and also holds for advantages and weights that differ between tokens.
+GSPO's gradient if all tokens of a sample share one advantage, and is also defined if advantages or weights differ between tokens.
 """
 
 from __future__ import annotations

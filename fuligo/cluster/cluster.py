@@ -82,8 +82,8 @@ class RayCluster:
     async def check_paths(self, read: Sequence[Path], written: Sequence[Path]) -> None:
         """Check that all nodes see the run's files.
 
-        `read`: paths that every node must see. `written`: directories in which every node must see files that another node writes. Raises
-        ConfigError, which names the first node that does not see a path and these paths.
+        `read`: paths that every node must see if they exist here. `written`: directories, created if missing, in which every node must see
+        files that another node writes. Raises ConfigError with the first node that does not see all paths, and the paths that it lacks.
         """
         with ExitStack() as stack:
             marks = {stack.enter_context(_mark(path)): f"files written to {path} on another node" for path in written}
@@ -127,9 +127,9 @@ class RayCluster:
 
 
 def require_hosts(bundles: Sequence[Bundle], living: Collection[str]) -> None:
-    """Check that the host of every rank, in order, is one of the `living`: Ray would let actors wait forever for a lost host.
+    """Check that the host of every rank is alive: Ray would let an actor wait forever for a lost host.
 
-    Raises TrainerError if a host is lost.
+    `bundles`: bundle of each rank, in order. `living`: ids of the nodes that are alive. Raises TrainerError if a host is lost.
     """
     for rank, bundle in enumerate(bundles):
         if bundle.node_id not in living:
@@ -152,7 +152,7 @@ async def open_cluster(config: Config, stack: AsyncExitStack, log_file: Path) ->
     """Connect to Ray, or start it on this machine, and reserve the run's nodes until the stack closes.
 
     `log_file`: log of Ray's processes if it is started here. Raises ConfigError if there is no cluster, it lacks the resources or
-    starts no process in time, or the run has no process to place on it.
+    starts no process in time, or the run has no process to place on it; EngineError if Ray cannot be started here.
     """
     placement = place(config)
     if not placement.node_sizes:

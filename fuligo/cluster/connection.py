@@ -1,4 +1,4 @@
-"""Connection to a Ray cluster that already runs, or that is started on this machine and ends with this process."""
+"""Connection to a Ray cluster that already runs, or that is started on this machine for the duration of the connection."""
 
 import logging
 import os
@@ -26,10 +26,10 @@ _RAY_OPTIONS: dict[str, Any] = {"log_to_driver": False, "configure_logging": Fal
 
 @asynccontextmanager
 async def connected(*, num_slots: int, device: str, several_nodes: bool, log_file: Path) -> AsyncIterator[None]:
-    """Make this process a driver of a Ray cluster while the block runs. Raises ConfigError or EngineError if there is none.
+    """Make this process a driver of a Ray cluster while the block runs.
 
-    The cluster is the one at RAY_ADDRESS, or for several nodes the one that this machine is part of. Otherwise one is started that ends
-    with this process.
+    The cluster is the one at RAY_ADDRESS, or for several nodes the one that this machine is part of. Otherwise one is started on this
+    machine, and stopped at the end of the block. Raises ConfigError if the cluster does not answer, and EngineError if none can be started.
 
     Args:
         num_slots: number of processes that a cluster started here must have room for

@@ -15,7 +15,7 @@ from fuligo.errors import EngineError
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 40.0
-"""Seconds to wait until a node has stopped its engines; longer than the node's own deadline."""
+"""Seconds to wait until a node has stopped its part of an engine; longer than the grace periods of the part's processes."""
 LOG_TIMEOUT_S = 10.0
 """Seconds to wait for the end of a log from a node."""
 

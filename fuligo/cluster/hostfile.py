@@ -106,7 +106,7 @@ def _is_here(address: str) -> bool:
 
 
 def _is_own_address(address: str) -> bool:
-    """Return whether packets to the address stay on this machine, except for loopback addresses, which name several hosts in tests."""
+    """Return whether packets to the address stay on this machine; False for loopback addresses, which name several hosts in tests."""
     with suppress(OSError):
         ip = own_address([f"http://{bracketed(address)}"])
         return not ip_address(ip).is_loopback and ip in {its[0] for *_, its in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)}

@@ -50,7 +50,7 @@ class LaunchSettings:
 def connection_command(template: str) -> tuple[str, ...]:
     """Split the template of the command that reaches a host.
 
-    Raises ConfigError if the quoting is malformed, `{command}` is missing, or its program is not on this machine.
+    Raises ConfigError if the quoting is malformed, `{command}` is missing, or the program of the template is not on this machine.
     """
     try:
         parts = tuple(shlex.split(template))
@@ -69,7 +69,7 @@ class LaunchedCluster:
     def __init__(self, settings: LaunchSettings) -> None:
         """Start all nodes and set the environment of this process so that Ray connects to them.
 
-        Raises ConfigError if this machine has fewer GPUs than slots, or the port of the head is in use.
+        Raises ConfigError if CUDA_VISIBLE_DEVICES leaves this machine fewer GPUs than slots, or the port of the head is in use.
         """
         try:
             socket.create_server(("", settings.port)).close()
@@ -162,7 +162,9 @@ class LaunchedCluster:
 
 
 async def join(address: str, ip: str | None, num_slots: int, *, name: str | None, device: Device, attached: bool, logs: Path) -> None:
-    """Run a Ray node of the cluster at `address` until it ends, or this task is canceled. Raises EngineError if Ray ended by itself.
+    """Run a Ray node of the cluster at `address` until it ends, or this task is canceled.
+
+    Raises EngineError if Ray ended by itself, and ConfigError as `slots_here` does.
 
     Args:
         ip: address at which the other nodes reach this machine; None: the address of the interface that leads to the head

@@ -1,4 +1,4 @@
-"""Ray's processes on this machine, and the environment of the run's own on Ray: token, variables, network interface. Does not import Ray.
+"""Ray's processes on this machine, and the environment of the run's processes on Ray: token, network interface. Does not import Ray.
 
 A guard ends Ray's processes when the process that started them ends.
 """
@@ -66,7 +66,7 @@ def session_root() -> Path:
 
 
 def start_node(name: str, command: list[str], log_file: Path) -> ServerProcess:
-    """Start a process of Ray; variables of this process's environment override the settings made here."""
+    """Start a process of Ray; variables of this process's environment override those in `given`."""
     given = {
         # Ray gives up on a host after five unanswered checks, 3 s apart. With a timeout of 5 s per check, that takes 40 s, as for a silent
         # rank, instead of 65 s.

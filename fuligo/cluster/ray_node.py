@@ -1,7 +1,7 @@
 """Ray's processes of one node: `python -m fuligo.cluster.ray_node PARAMETERS`, with fields of `RayParams` as JSON.
 
-`ray start` would also import Ray Serve and, on the head, start Ray's client server and API server. fuligo uses neither; they would open two
-more ports and take 3 s of CPU time before the run can connect.
+`ray start` would also import Ray Serve and, on the head, start Ray's client server and API server. fuligo uses none of them; they would
+open two more ports and take 3 s of CPU time before the run can connect.
 """
 
 import json
@@ -39,7 +39,7 @@ class ServerlessNode(Node):
 
 
 def run(parameters: dict[str, Any]) -> str:
-    """Run Ray's processes of a node until one of them ends; return the end of its logs, and a message that names it and their directory.
+    """Run Ray's processes of a node until one of them ends; return a text with the end of its logs, its name and their directory.
 
     The node is the head unless `gcs_address` is given.
     """
@@ -56,7 +56,7 @@ def run(parameters: dict[str, Any]) -> str:
         time.sleep(POLL_S)
     node.kill_all_processes(check_alive=False, allow_graceful=False)
     listed = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
-    directory = Path(node.get_logs_dir_path())  # on this host, perhaps only as long as its job lasts
+    directory = Path(node.get_logs_dir_path())  # on this host only, and perhaps deleted when its Slurm job ends
     logs = [directory / f"{kind}.{output}" for kind, _ in ended for output in ("out", "err")]
     said = [lines for log in logs if log.exists() and (lines := last_lines(log))]
     return "\n".join([*said, f"processes of Ray ended: {listed}; their logs are in {directory}"])

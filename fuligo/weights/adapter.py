@@ -78,7 +78,7 @@ async def _load(tensors: NamedTensors, fields: dict[str, Any], target: WeightTar
 
 
 class AdapterRecord:
-    """File `adapters.jsonl`: digest of the adapter of each policy version that engines received (`versions` of samples).
+    """File `adapters.jsonl`: for each policy version that engines received (as in the `versions` of samples), the digest of its adapter.
 
     Unless the run `continues` from a checkpoint, the file of an earlier attempt, which trained no step, is deleted.
     """

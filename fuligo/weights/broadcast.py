@@ -39,9 +39,9 @@ TIMEOUT = timedelta(seconds=DEFAULT.bucket.seconds)
 LEAVE_TIMEOUT_S = 15.0
 """Seconds for an engine to leave a group. With NCCL, an engine that waits for a dead peer waits forever and must be restarted."""
 ANSWER_POLL_S = 0.01
-"""Seconds in which answers of engines that have arrived are read."""
+"""Longest time in seconds that the event loop runs to read answers of engines."""
 ANNOUNCED_WITHIN = timedelta(seconds=10)
-"""Longest wait for the other ranks of engines whose first ranks receive streams."""
+"""Longest wait until all ranks of the engines announce that they receive streams, after the first rank of each did."""
 IDLE_S = 2.0
 """Idle seconds after which HTTP connections are reopened: engines close idle ones after 5 s, and a blocked event loop does not notice."""
 _numbers = count()
@@ -132,7 +132,9 @@ class BroadcastGroup:
         return self._together(join, engines_join(), f"join the {backend} group")
 
     def broadcast(self, bucket: Bucket, version: int, *, is_last: bool) -> None:
-        """Send one bucket to all engines; return when they receive it, or have loaded all buckets if it is the last one.
+        """Send one bucket to all engines.
+
+        Return when it is sent (in a stream: when the previous one is sent); after the last bucket, when the engines have loaded all.
 
         Engines report `version` once they have loaded the last bucket. Raises EngineError if an engine refused this or the previous bucket,
         or died. Other engines may have loaded the bucket, and some may wait in the group until `close`.
@@ -201,7 +203,7 @@ class BroadcastGroup:
         return str(self._loading.exception() or "") if self._loading.done() else ""
 
     def _extend(self, bucket: Bucket, *, is_last: bool, call_failure: Callable[[], str] = str) -> None:
-        """Start the broadcast of the stream's next bucket, and wait for the previous broadcast; both if it is the last bucket.
+        """Start the broadcast of the stream's next bucket, and wait for the previous broadcast; after the last bucket, wait for both.
 
         `call_failure` returns why the engines' call has failed, or an empty text; by default another thread watches the call.
         """

@@ -31,14 +31,15 @@ class Stream:
         return f"{self.number}/{bucket}"
 
     def outcome_key(self, rank: int) -> str:
-        """Return the key under which a rank of an engine writes why it did not load the stream; empty if it did."""
+        """Return the key under which a rank of the group writes why it did not load the stream, or an empty text if it did."""
         return f"{self.number}/rank/{rank}"
 
 
 def wait_until_sent(broadcast: dist.Work, timeout_s: float, failure: Callable[[], str]) -> None:
     """Wait for a broadcast alone; waiting for the device would include the kernels that gather the next bucket.
 
-    Raises EngineError after `timeout_s`, or with the text of `failure`, which is called every `FAILURE_POLL_S`, if it is not empty.
+    Raises EngineError after `timeout_s`, or with the text of `failure`, which is called every `FAILURE_POLL_S`, if it is not empty, and
+    RuntimeError if the broadcast failed.
     """
     start_s = time.monotonic()
     next_s = start_s + FAILURE_POLL_S
@@ -54,7 +55,7 @@ def wait_until_sent(broadcast: dist.Work, timeout_s: float, failure: Callable[[]
 
 
 def free_when_sent(group: dist.ProcessGroup, stream: Stream, worker: threading.Thread) -> None:
-    """Keep the group until its broadcasts have ended. gloo frees a group only then: a peer that hangs would block the caller.
+    """Keep the group, in a daemon thread, until its broadcasts have ended: gloo waits for them when it frees a group, and a peer may hang.
 
     `worker`: thread that may be starting a broadcast.
     """

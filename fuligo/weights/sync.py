@@ -97,7 +97,7 @@ class WeightSync:
         """Send the current version to all restarted engines, and return whether `engine` is back in service.
 
         It is not if the trainer has since changed its weights, or has failed; it then gets weights at the next sync. Raises EngineError if
-        `engine` did not load the weights.
+        `engine` did not load the weights, and WeightSyncError as `sync` does.
         """
         async with self._sending:
             while engine in self._engines.joining and self._still_current():

@@ -20,7 +20,7 @@ ADDED = ("env", "engine_env")
 """Flags whose values are merged, so that a variable on the command line does not drop the environment of the config file."""
 
 UNSET = object()
-"""Value that resets a flag to its default: `none` on the command line, None from Python."""
+"""Value that resets a flag to its default: `none` on the command line and None from Python, if the flag does not allow None."""
 ALTERNATIVES = (
     ("num_rollout", "num_epoch"),
     ("global_batch_size", "num_steps_per_rollout"),

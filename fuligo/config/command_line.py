@@ -3,7 +3,7 @@
 Syntax: `--name value` or `--name=value`; a bare `--name` or `--no-name` for true and false; several values for a list; JSON where the
 flag takes an object. `--env NAME` copies a variable from the environment of the command.
 A value may begin with one dash (`--rollout-top-k -1`); write one that begins with two after `=`.
-`none` resets a flag to its default, and `--name=[...]` is a list as JSON.
+`none` is None if the flag allows it, else it resets the flag to its default. `--name=[...]` is a list as JSON.
 """
 
 import json
@@ -179,7 +179,10 @@ def _meaning(option: str) -> _Meaning:
 
 
 def flag_of_option(option: str) -> Flag:
-    """Return the flag of an option with a value: `--lr`, `--sglang-dp-size`. Raises ConfigError for a switch or an unknown flag."""
+    """Return the flag of an option with a value: `--lr`, `--sglang-dp-size`.
+
+    Raises ConfigError for an unknown flag, or an option that stands for one value (`--no-name`).
+    """
     try:
         meaning = _meaning(option)
     except _Problem as problem:

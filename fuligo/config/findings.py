@@ -42,7 +42,7 @@ class Finding:
     flags: tuple[str, ...]
     """Options that the text is about, as typed: `--tensor-model-parallel-size`."""
     fix: tuple[Change, ...] = ()
-    """Changes that resolve the finding together; shown only if the changed config has neither this finding nor a new one."""
+    """Changes that resolve the finding together; the planner's `check` removes them if the finding remains or a new one appears."""
     advice: str = ""
     """Remedy in words, in place of `fix` or as an alternative to it; may be empty."""
 

@@ -124,7 +124,8 @@ def option_name(name: str) -> str:
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """Return up to three candidates that `name` may have meant, the closest first.
 
-    Every word of `name` must resemble a word of the candidate, since names that only share letters mislead: `offload` is not `load`.
+    Unless the names are nearly equal, every word of `name` must resemble a word of the candidate, since names that only share letters
+    mislead: `offload` is not `load`.
     """
     return [near for near in difflib.get_close_matches(name, list(candidates), n=10, cutoff=0.6) if _resembles(name, near)][:3]
 

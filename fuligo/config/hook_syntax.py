@@ -57,7 +57,7 @@ def _source(module: str, env_path: str) -> Path | None:
     importlib.invalidate_caches()
     top, *rest = module.split(".")
     spec = _find_spec([top, *rest], [*env_path.split(os.pathsep), *sys.path, ""])  # an empty entry is the working directory
-    if spec is None or spec.origin is None:  # not a folder of the path, such as an editable install
+    if spec is None or spec.origin is None:  # not in a folder of the path; it may be an editable install
         with suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(top)  # imports nothing, since `top` has no parent
             if spec is not None and rest:

@@ -28,8 +28,8 @@ MAX_EXCEPTION_CHARS = 500
 def load_hook(flag_name: str, path: str) -> Hook:
     """Import the function (or class) at `path` and check it against the call of the flag's hook, a key of `HOOKS`.
 
-    `path` is dotted, also relative to the working directory, or file and function, joined by a colon. Raises HookError if the module cannot
-    be imported, lacks the function, or the function's signature does not fit.
+    `path`: dotted name, searched for in the Python path and the working directory, or a file and a function joined by a colon. Raises
+    HookError if the module cannot be imported or lacks the function, or the function's signature does not fit.
     """
     target = ALIASES.get(path, path)
     if (problem := path_problem(target)) is not None:

@@ -74,7 +74,7 @@ def _problems_alone(config: Config) -> Iterator[str]:
 def _clashes(configs: Mapping[str, Config]) -> Iterator[str]:
     """Yield the flags of the shared processes that differ between the first run and another."""
     (first, shared), *others = configs.items()
-    # Paths of the shared base weights are compared as resolved ones; the arguments of `sglang` and `router` are the engines'.
+    # Paths of the base weights are resolved before they are compared. `sglang` and `router` are arguments of the shared engines.
     compared: dict[str, Callable[[Config], object]] = {
         **{flags()[name].option: partial(Config.value_of, name=name) for name in SHARED},
         "--rollout-backend": lambda config: config.resolved_rollout_backend,

@@ -14,7 +14,7 @@ GROUPS_OF_VERL = frozenset({"actor_rollout_ref", "critic", "custom_reward_functi
 
 @functools.cache
 def other_settings() -> dict[str, dict[str, str]]:
-    """Return the advice by name of `other_frameworks.yaml`, for each of its sections; read only where a name is unknown."""
+    """Return the advice in `other_frameworks.yaml`: section -> name -> advice. The file is read at the first call."""
     sections = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {section: {name: advice for names, advice in table.items() for name in names.split()} for section, table in sections.items()}
 

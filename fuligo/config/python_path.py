@@ -7,9 +7,9 @@ VARIABLE = "PYTHONPATH"
 
 
 def with_inherited_path(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of `--env`, with the directories of this process's PYTHONPATH after those of theirs.
+    """Return the variables of `--env`; if PYTHONPATH is one of them, append the directories of this process's PYTHONPATH to it.
 
-    Ranks must import the fuligo of the command that starts them, which may be known from PYTHONPATH alone.
+    Ranks must import the fuligo of the command that starts them, which they may find only through PYTHONPATH.
     """
     if VARIABLE not in given:
         return dict(given)

@@ -67,7 +67,7 @@ class Secret:
 def protect(text: str, variable: str, *, always: bool = False) -> str | Secret:
     """Return a `Secret` for a reference such as `${WANDB_API_KEY}`, for a URL with a password, and if `always`; else the text itself.
 
-    The placeholder of a value that was given as text names the environment `variable`.
+    A value that is given as text is shown as a reference to `variable`.
     """
     if (reference := _REFERENCE.fullmatch(text)) is not None:
         return Secret(reference[1], os.environ.get(reference[1]))

@@ -99,7 +99,10 @@ def policy_tp_size(config: Config) -> int:
 
 
 def policy_model(config: Config) -> str:
-    """Return the name of the model that rollouts are sampled from: the first that receives the trainer's weights, else the first."""
+    """Return the name of the model that rollouts are sampled from: the first that receives the trainer's weights, else the first.
+
+    The run must start SGLang engines.
+    """
     groups = engine_groups(config)
     return next((group.model for group in groups if group.update_weights), groups[0].model)
 

@@ -161,7 +161,7 @@ EVAL_NAME = r"^[^/\s]+$"
 
 
 class EvalFlags(FlagGroup):
-    """Evaluation on held-out prompts. Settings that are not given follow the rollout's."""
+    """Evaluation on held-out prompts. Response length, temperature, top-p and top-k are the rollout's by default."""
 
     eval_interval: int | None = slime(
         None, "rollouts between evaluations (default: evaluate only before the first and after the last one)", unit="rollouts", ge=1

@@ -123,7 +123,7 @@ def shared_engines_get_weights_each_step(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-TRANSPORT", "--update-weight-transport")
 def transport_reaches_the_engines(config: Config) -> Iterator[Violation]:
-    """Reject transports that cannot reach the engines: shared memory needs one node, a broadcast needs separate GPUs."""
+    """Reject transports that cannot reach the engines: shared memory needs one node, NCCL needs separate GPUs."""
     transport, cluster = config.weight_sync.update_weight_transport, config.cluster
     given = f"--update-weight-transport {transport}"
     fix = (unset_flag("update_weight_transport"),)
@@ -149,7 +149,7 @@ def requests_stay_in_the_engine(config: Config) -> Iterator[Violation]:
 
 
 def _no_kept_requests_because(config: Config) -> tuple[str, str] | None:
-    """Return the flag that prevents keeping requests over a weight sync, if it is one, and the reason; None if they can be kept."""
+    """Return the flag that prevents keeping requests over a weight sync, and the reason; None if they can be kept."""
     if not config.engine_capabilities.keeps_requests:
         return "--rollout-backend", f"{config.resolved_rollout_backend} engines cannot continue with the KV cache of older weights"
     if config.engine.rollout_external_engine_addrs:

@@ -203,7 +203,7 @@ def turn_rewards_are_all_rewards(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-AGENT", "--agent")
 def agent_is_the_only_generator(config: Config) -> Iterator[Violation]:
-    """Reject flags that contradict an agent, which samples its own requests."""
+    """Reject flags that conflict with an agent, which sends its own requests."""
     rollout = config.rollout
     if rollout.agent is not None:
         others = {

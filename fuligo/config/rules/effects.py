@@ -199,7 +199,7 @@ def _rule(effect: Effect, earlier: Sequence[Effect]) -> Rule[Config, Change]:
     def check(config: Config) -> Iterator[Violation]:
         if effect.condition(config):
             return
-        # The default is the neutral value of each of these flags: coefficients 0, switches off, paths not given.
+        # A config does not record which flags were given, so a flag counts as given if its value is not the default.
         given = [name for name in effect.names if config.value_of(name) != flags()[name].default]
         reported = {name for other in earlier if given and not other.condition(config) for name in other.names}
         idle = [flags()[name] for name in given if name not in reported]
@@ -229,7 +229,7 @@ RULES = tuple(_rule(effect, EFFECTS[:number]) for number, effect in enumerate(EF
 
 
 def without_idle(config: Config, is_dropped: Callable[[Violation], bool]) -> tuple[Config, list[Violation]]:
-    """Return the config without the flags of those violations of `RULES` that are to be dropped, and these violations."""
+    """Unset the flags of each violation of `RULES` for which `is_dropped` returns True; return the config and these violations."""
     dropped: list[Violation] = []
     for rule in RULES:
         for violation in filter(is_dropped, rule.check(config)):

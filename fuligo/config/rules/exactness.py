@@ -103,7 +103,7 @@ def engines_have_the_trained_weights(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-EXACT-PASSES", "--exact-on-policy", "--lora-rank", "--lora-adapter")
 def passes_are_batch_invariant(config: Config) -> Iterator[Violation]:
-    """Reject adapters, which change the trainer's forward pass."""
+    """Reject adapters, whose output engine and trainer add in different ways."""
     if config.train.exact_on_policy and config.uses_adapter:
         option = "--lora-rank" if config.lora.lora_adapter is None else "--lora-adapter"
         text = f"{option} with --exact-on-policy: engine and trainer add an adapter's output in different ways"

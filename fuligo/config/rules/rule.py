@@ -1,4 +1,4 @@
-"""Parts of the rules on a config: generators of violations."""
+"""Parts of the rules on a config: the decorator `rule`, and changes that set or unset flags."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -93,7 +93,7 @@ def top_k_keeps_a_token(config: Config) -> Iterator[Violation]:
 
 @rule("CFG-MIN-LR", "--min-lr", "--lr", "--critic-lr")
 def learning_rate_falls(config: Config) -> Iterator[Violation]:
-    """Require that the learning rate does not rise: --min-lr is at most --lr."""
+    """Require that the learning rate does not rise: --min-lr is at most --lr and --critic-lr."""
     low, peaks = config.optimizer.min_lr, {"lr": config.optimizer.lr, "critic_lr": config.optimizer.critic_lr}
     for name, peak in peaks.items():
         if peak is not None and low > peak:

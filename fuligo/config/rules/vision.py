@@ -15,7 +15,7 @@ def _has_images(config: Config) -> bool:
 
 @rule("CFG-VISION-MEDIA", "--multimodal-keys")
 def media_are_images(config: Config) -> Iterator[Violation]:
-    """Reject media other than images, which no trainer and no engine of fuligo supports."""
+    """Require that all media are images: no trainer and no engine of fuligo supports others."""
     if unknown := sorted(config.data.multimodal_keys.keys() - set(_MEDIA)):
         yield Violation(f"--multimodal-keys has {', '.join(unknown)}; only image is supported", advice='write {"image": COLUMN}')
 

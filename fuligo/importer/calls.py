@@ -196,7 +196,7 @@ def read_calls(calls: Iterable[Call], initial: Mapping[str, str]) -> Findings:
     """Sort the calls of a script into launches and notes.
 
     `initial`: the environment that the script was started with. Raises ConfigError if a submitted job is malformed, a command looks like an
-    assignment, or the job is started on another machine.
+    assignment or a flag, or the job is started on another machine.
     """
     findings = Findings()
     by_number = {call.number: call for call in calls}

@@ -30,7 +30,7 @@ _SYSTEM_FOLDERS = (
 _MAX_SCRIPT_BYTES = 1_000_000
 _GRACE_SECONDS = 120
 _MAX_RUNS = 8
-"""Maximum number of runs of one script: each may reveal another unset variable, or another absolute path of an interpreter."""
+"""Number of unset variables, and of absolute paths of interpreters, after which the script is not run again to find more."""
 
 _UNSET = re.compile(r"^(.+): line (\d+): (?:\w+: )?\$?(\w+): unbound variable$", re.MULTILINE)
 _SYNTAX = re.compile(r"^(.+): line (\d+): ((?:syntax error|unexpected EOF|unexpected end).*)$", re.MULTILINE)
@@ -111,8 +111,9 @@ def import_script(
 
     Args:
         arguments: the script's `$1`, `$2`, ...
-        environment: variables of the caller; the script sees only `CALLERS_VARIABLES` of them, and those that are `given`.
-        root: folder that the script sees (default: its own).
+        environment: variables of the caller; the script sees only `CALLERS_VARIABLES` of them.
+        given: further variables that the script sees; they override those of `environment`.
+        root: folder that the script sees in addition to its own.
         maps: folders that the script sees elsewhere, by path in the sandbox.
         has_nvlink: whether the `nvidia-smi` stand-in reports NVLink.
         trusted: if no sandbox can be built, run the script with stand-ins and limits only.

@@ -32,7 +32,7 @@ from fuligo.sandbox.system_calls import (
 
 POLL_SECONDS = 0.01
 SETTLE_SECONDS = 3.0
-"""Seconds in which background jobs must end after the script itself."""
+"""Seconds for background jobs to end after the script itself; then they are killed."""
 
 MAX_FILE_BYTES = 8 << 20
 MAX_RECORD_BYTES = 8 << 20

@@ -1,4 +1,4 @@
-"""Commands on the PATH of a launch script: stand-ins that record their calls, and real tools that only read, compute or print."""
+"""Commands on the PATH of a launch script: stand-ins that record their calls, and real tools."""
 
 import functools
 import re

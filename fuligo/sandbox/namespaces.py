@@ -42,7 +42,7 @@ class Root:
 
 
 def enter(*, with_nobody: bool = False) -> None:
-    """Move this process, and the processes that it forks from now on, into new namespaces where it has all capabilities.
+    """Move this process into new namespaces where it has all capabilities; only the processes that it forks enter the new PID namespace.
 
     With `with_nobody`, if this process is root and has CAP_SETUID, the sandbox has a second user, `NOBODY`, to run programs. Raises
     UnavailableError if the kernel does not let this user create namespaces.

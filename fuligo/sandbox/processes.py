@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 def run_first() -> None:
-    """Give this process and its children real-time priority, so that a program with many processes cannot starve them.
+    """Give this process and its children real-time priority if permitted, so that a program with many processes cannot starve them.
 
     RLIMIT_NPROC does not limit the processes of root.
     """
@@ -43,7 +43,7 @@ def run_last() -> None:
 
 
 def set_limits(limits: Mapping[int, int]) -> None:
-    """Set soft and hard `resource.RLIMIT_*`, so that this process cannot raise them again; values above a hard limit set that limit."""
+    """Set soft and hard `resource.RLIMIT_*`, which this process cannot raise again; values above the old hard limit are lowered to it."""
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)

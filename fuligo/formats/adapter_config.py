@@ -88,7 +88,7 @@ class AdapterConfig:
     rank: int
     alpha: float
     target_modules: tuple[str, ...] = ()
-    """Names of the adapted layers, or last parts of them such as `q_proj`; empty: all linear layers except the output layer."""
+    """Names of the adapted layers, or last parts of them such as `q_proj`; empty: all layers of `models.adapter.linear_layers`."""
     rank_stabilised: bool = False
     """True to scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank."""
     dropout: float = 0.0
@@ -192,7 +192,7 @@ def _unsupported(fields: dict[str, Any]) -> str:
 
 
 def _are_supported(parameters: object) -> bool:
-    """Return whether `target_parameters` are matrices of linear layers, and both matrices of all experts or none of them."""
+    """Return whether `target_parameters` names only matrices of linear layers, and both matrices of all layers' experts or neither."""
     if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
         return False
     of_experts = [name.split(".") for name in parameters if not name.endswith(_MATRIX)]

@@ -13,7 +13,10 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def cut_into_buckets(named_weights: NamedTensors, bucket_bytes: int) -> Iterator[Bucket]:
-    """Group consecutive tensors into buckets of at most `bucket_bytes`, more only for a tensor, or tensors sent in one call."""
+    """Group consecutive tensors into buckets of at most `bucket_bytes`.
+
+    Only a bucket of a single tensor, or of tensors that must be sent in one call, may be larger.
+    """
     bucket: Bucket = []
     size = 0
     for unit in _units(named_weights):
@@ -53,7 +56,9 @@ def _units(named_weights: NamedTensors) -> Iterator[Bucket]:
 
 
 def send_each(buckets: Iterator[Bucket], send: Callable[[Bucket, bool], None]) -> None:
-    """Call `send(bucket, is_last)` for each bucket in order, in a thread, while the next one is gathered; at most two buckets exist.
+    """Call `send(bucket, is_last)` for each bucket in order, in a thread, while later ones are gathered.
+
+    At most three buckets exist at a time: one is sent, one waits, and one is gathered.
 
     The calling thread gathers every bucket even after a send failed, because gathering is a collective of all ranks. The error of the
     failed send is raised at the end.

@@ -176,7 +176,10 @@ def open_plain(file: Path) -> BinaryIO:
 
 
 def read_plain_text(file: Path) -> str:
-    """Read a regular UTF-8 file. Raises OSError if it is none or exceeds `MAX_TEXT_BYTES`, UnicodeDecodeError if it is not UTF-8."""
+    """Read a regular UTF-8 file.
+
+    Raises OSError if it is not a regular file or exceeds `MAX_TEXT_BYTES`, and UnicodeDecodeError if it is not UTF-8.
+    """
     with open_plain(file) as stream:
         content = stream.read(MAX_TEXT_BYTES + 1)
     if len(content) > MAX_TEXT_BYTES:

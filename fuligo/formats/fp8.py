@@ -68,6 +68,9 @@ def quantized_weights(
     Args:
         named_weights: Hugging Face names and full tensors; experts one by one or fused as in transformers (`experts.gate_up_proj`).
         experts: form of routed experts in the engines.
+
+    Raises:
+        WeightSyncError: a weight to quantize is not finite.
     """
     for name, weight in checkpoint_weights(named_weights, experts):
         if name not in engine.names:

@@ -24,7 +24,7 @@ class HuggingFaceTensors:
         self.directory = directory
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtypes = {name: DTYPES[tensor.dtype] for name, tensor in self._stored.items() if tensor.dtype in DTYPES}
-        """Dtypes by name; tensors of quantized types are left out."""
+        """Dtypes by name; tensors whose dtype is not in `DTYPES`, such as quantized ones, are left out."""
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU. Raises CheckpointError if its file cannot be read."""

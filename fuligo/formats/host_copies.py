@@ -48,7 +48,10 @@ def joined_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def batches(named_tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[NamedTensors]:
-    """Group consecutive tensors into batches of at least `num_bytes`; the last may be smaller or empty. Each is emptied before the next."""
+    """Group consecutive tensors into batches of at least `num_bytes`; the last may be smaller or empty.
+
+    The same list is yielded each time; it is cleared when the next batch is requested.
+    """
     batch: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in named_tensors:

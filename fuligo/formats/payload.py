@@ -122,7 +122,10 @@ class SharedCopies:
 
 
 def decode_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
-    """Return a payload's tensors in the sender's memory; copy to keep them. Raises WeightSyncError if it is malformed or that is gone."""
+    """Return a payload's tensors, which are in the sender's memory; copy them to keep them.
+
+    Raises WeightSyncError if the payload is malformed, or the memory is gone.
+    """
     try:
         decoded = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
     except (binascii.Error, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
@@ -180,7 +183,7 @@ class _Pages:
 
     file: _File
     content: torch.Tensor
-    """[num_bytes] uint8 content of the buffer."""
+    """[num_bytes] uint8 content of the file."""
     close: Callable[[], None]
 
     @classmethod

@@ -39,8 +39,8 @@ def private_directory(prefix: str, root: Path | None = None) -> Iterator[Path]:
 def kept_directory(place: Path, prefix: str) -> Path:
     """Create the directory `place` if it does not exist, and return its path with links resolved.
 
-    If it cannot be created, or another user could change or replace it, return a temporary directory instead, whose name begins with
-    `prefix`, and which is deleted when this process ends.
+    If it cannot be created or written, or another user could change or replace it, return a temporary directory instead, whose name begins
+    with `prefix`, and which is deleted when this process ends.
     """
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -19,8 +19,8 @@ class WeightStore:
     """Parameters and persistent buffers of a model, by the names of its checkpoint, with routed experts in the form `experts`.
 
     A weight sync may arrive in several buckets; the last one carries the new version. A sync whose first bucket has only tensors of a LoRA
-    adapter must contain the adapter; any other sync must contain all weights. Tensors of MTP layers are skipped, because transformers'
-    models do not have them.
+    adapter must contain the whole adapter; any other sync must contain all weights. Tensors of MTP layers (`prediction_prefixes`) are
+    skipped, because transformers' models do not have them.
     """
 
     def __init__(self, module: PreTrainedModel, *, experts: StoredExperts) -> None:
@@ -49,8 +49,8 @@ class WeightStore:
     def load_tensors(self, tensors: NamedTensors, version: int | None, *, source: str = "this bucket") -> None:
         """Load one bucket. The last bucket comes with a `version`; by then every weight must have been sent.
 
-        Raises WeightSyncError for an unknown name, a wrong shape or dtype, or weights missing at the end; nothing of this bucket was
-        loaded.
+        Raises WeightSyncError for an unknown name, a wrong shape or dtype, or weights missing at the end; then nothing of this
+        bucket is loaded.
         """
         tensors = [(name, tensor) for name, tensor in tensors if not name.startswith(self._unused)]
         weights = self._under_all_names()
@@ -74,7 +74,10 @@ class WeightStore:
             self.adapter_digest = _adapter_digest(weights)
 
     def load_directory(self, path: str, version: int) -> None:
-        """Load all weights from a Hugging Face directory. Raises WeightSyncError, and loads nothing, if they do not match the model."""
+        """Load all weights from a Hugging Face directory.
+
+        Raises WeightSyncError, and loads nothing, if they cannot be read or do not match the model.
+        """
         dtype = next(self.module.parameters()).dtype
         try:
             given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, "local_files_only": True}

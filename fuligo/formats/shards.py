@@ -83,7 +83,7 @@ class Shard:
     offset: tuple[int, ...]
     """Index of the part's first element in the whole tensor, by axis."""
     data: Tensor
-    """Data of the part; a view of live memory when reading."""
+    """Data of the part; for reading, the memory to fill."""
 
     def on_cpu(self) -> Shard:
         """Return a CPU copy that later training steps do not change."""

@@ -108,7 +108,7 @@ class EngineAddress:
     """Index among the engines of the run (see `InferenceEngine`); None if it has none."""
     keys: EngineKeys = NO_KEYS
     trainer_ranks: tuple[int, ...] = ()
-    """tensor transport: trainer ranks on the GPUs of the engine's ranks, in the order of these ranks; empty if no GPU is shared."""
+    """tensor transport: for each rank of the engine, the trainer rank on the same GPU; empty if no GPU is shared."""
     run: str | None = None
     """Name of the run, if several runs share the engine; see `InferenceEngine`."""
 

@@ -42,7 +42,7 @@ class TensorSplit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Linear layer of a transformer layer that can have an adapter."""
+    """Linear layer that can have an adapter."""
 
     name: str
     """Name as in `--lora-target-modules`."""
@@ -50,7 +50,7 @@ class Matrix:
     inputs: int
     outputs: int
     block: str
-    """Module of the transformer layer that contains the linear layer."""
+    """Module of the transformer layer that contains the linear layer; empty if it is in no such module."""
 
     @property
     def split(self) -> TensorSplit:

@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _SHAPING = ("temperature", "top_p", "top_k", "min_p")
 """Parameters that shape the distribution, and fields of `SamplingParams`."""
 _NO_PENALTY = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-"""Values without effect of parameters that shape the distribution and that a rollout does not have."""
+"""Parameters that shape the distribution but that rollouts do not have, with the values that have no effect."""
 _MAX_STOPS = 16
 
 
@@ -38,7 +38,8 @@ class ChatRequest:
     """One request of an agent."""
 
     messages: Messages
-    """Messages in the form that the renderer expects: content is text, arguments of tool calls are objects."""
+    """Messages in the form that the renderer expects: content is text; arguments of a tool call are an object, or text that is not
+    a JSON object."""
     tools: tuple[Tool, ...]
     params: SamplingParams
     num_replaced: int

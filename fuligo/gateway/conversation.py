@@ -61,20 +61,21 @@ class Place:
     """Place of a request in the tree."""
 
     parent: Turn | None
-    """Last turn whose answer the request repeats as the session returned it; None if there is none."""
+    """Last turn whose answer the request repeats (see `Conversation`); None if there is none."""
     new: Messages
     """Messages after that turn; all messages without one."""
     state: bytes
-    """Digest of the turn and the new messages; equal for equal requests."""
+    """Digest of the tools, the turn and the new messages; equal for equal requests."""
 
 
 @dataclass(eq=False)
 class Conversation:
     """Turns of a session.
 
-    A request continues the last of the session's answers that it repeats after the same messages. An assistant message repeats an answer
-    if its content is equal except for leading and trailing white space, with or without the stop string that the API cuts off, and with
-    or without the reasoning, which many clients do not send back.
+    A request continues the last of the session's answers that it repeats after the same messages and with the same tools. An assistant
+    message repeats an answer if its tool calls are equal, and its content is equal except for leading and trailing white space, with or
+    without the text from the stop string on, which the API cuts off, and with or without the reasoning, which many clients do not send
+    back.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -94,7 +95,7 @@ class Conversation:
         return Place(parent, messages[num_known:], state)
 
     def add(self, place: Place, turn: Turn, answer: dict[str, Any], stop: str = "") -> None:
-        """Add the answer to the request at `place`, as it is returned; `stop` is the stop string that was stripped from its end."""
+        """Add the answer to the request at `place`, as it is returned; `stop` is the text that was stripped from its end."""
         content = answer.get("content") or ""
         for text, with_reasoning in product({content, content + stop}, (False, True)):
             spelling = {key: value for key, value in answer.items() if with_reasoning or key != "reasoning_content"} | {"content": text}

@@ -51,7 +51,10 @@ def chat_body(raw: bytes) -> dict[str, Any]:
 
 
 def _messages(items: Any) -> Messages:
-    """Translate items to chat messages; consecutive reasoning, text and calls become one assistant message."""
+    """Translate items to chat messages.
+
+    Consecutive reasoning, text and calls become one assistant message; reasoning that follows text or calls begins another.
+    """
     messages: Messages = []
     answer: dict[str, Any] | None = None
     for item in objects(items, "input"):

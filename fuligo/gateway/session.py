@@ -136,7 +136,8 @@ class Session:
     async def complete(self, raw: bytes, read: Callable[[bytes], Mapping[str, Any]] = parse_body) -> Completion:
         """Answer a request, whose bytes `read` translates to the body of a chat completion request.
 
-        Raises InvalidRequest, EngineError if no engine answered, and SessionEnded if the session ended before the answer was complete.
+        Raises InvalidRequest if the request is malformed or not supported, EngineError if no engine answered, and SessionEnded if the
+        session ended before the answer was complete.
         """
         self.num_requests += 1
         self.last_request_s = time.monotonic()
@@ -175,7 +176,10 @@ class Session:
         return Completion(request, shown, sampled, len(prompt), self.policy.name, stop)
 
     def _context(self, place: Place, request: ChatRequest) -> tuple[Turn | None, IntArray]:
-        """Return the turn to continue and the ids after it, or None and the whole prompt if the template rewrites earlier turns."""
+        """Return the turn to continue and the ids after it.
+
+        Return None and the whole prompt if there is no such turn, or the template rewrites earlier turns.
+        """
         renderer, parent = self.policy.renderer, place.parent
         if parent is not None:
             ids = renderer.extension(parent.messages, request.tools, parent.sampled.ids.tolist(), place.new)
@@ -251,9 +255,10 @@ class Session:
             self.interrupted.set()
 
     def _messages_of(self, turn: AssistantTurn, request: ChatRequest, sampled: Sampled) -> tuple[dict[str, Any], dict[str, Any], str]:
-        """Return the answer as it is rendered and as the agent sees it, and the stop string that was stripped from its end.
+        """Return the answer as it is rendered and as the agent sees it, and the text that was stripped from its end.
 
-        A request that offered no tools gets tool calls as text, because its agent expects none.
+        The stripped text begins with a stop string; it is empty if the answer has none. A request that offered no tools gets tool calls as
+        text, because its agent expects none.
         """
         message, stop = turn.message(), ""
         shown = dict(message)

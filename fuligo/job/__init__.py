@@ -54,7 +54,7 @@ def _follow_unless_driver(config: Config) -> bool:
 
 
 def show_end(config: Config, run_dir: Path) -> None:
-    """Print where a complete run wrote its files, and whether it saved no checkpoint."""
+    """Print where a complete run wrote its files, and say so if it saved no checkpoint."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -98,6 +98,7 @@ def run_many_to_end(configs: Mapping[str, Config], *, resume: bool = False) -> l
     Raises:
         RunsFailedError: some runs failed; the others ran to their end
         EngineError: an engine did not start, or died
+        KeyboardInterrupt: a signal ended the runs
     """
     with collector_paused():
         from fuligo.job.many import run_many

@@ -35,9 +35,8 @@ from fuligo.weights.sync import WeightSync
 class ColocatedDevices:
     """State of the shared devices. Implements `engines.backend.SharedDevices`.
 
-    Every method may be called in any state and does only what is left to do.
-
-    A trainer must be attached before it takes its turn.
+    Every method does only what is left to do in the current state. A trainer must be attached before it takes its turn, and weights
+    that the engines released must be synced before the engines take theirs.
 
     Args:
         keep_weights: engines keep their weights while the trainer works, because the next sync sends only those that changed
@@ -79,7 +78,7 @@ class ColocatedDevices:
         await self._load_trainer()
 
     async def to_both(self) -> None:
-        """Load the trainer while the engines keep their weights."""
+        """Load the trainer while the engines hold memory for their weights, which is uninitialized if they had released it."""
         await self._hold_starts()
         await self._release("kv_cache")
         await _to_its_end(self._resume("weights"))
@@ -195,7 +194,7 @@ class ColocatedTrainer:
     """Trainer that takes the devices before it works. Implements `trainer.protocol.Trainer`."""
 
     _trainer: Trainer
-    """Trainer that was loaded once and is offloaded."""
+    """Trainer that has been loaded, and possibly offloaded since."""
     _devices: ColocatedDevices
 
     @property
@@ -275,8 +274,8 @@ class ColocatedWeightSync:
     async def sync_restarted(self, engine: InferenceEngine) -> bool:
         """Send weights to a restarted engine if no other engine serves; return whether the engine has joined the serving engines.
 
-        If others serve, the engine waits for the next sync, because a sync aborts the requests of all serving engines. Once begun, the sync
-        runs to its end even if the caller is canceled because the engine died again.
+        If others serve, the engine waits for the next sync, because a sync aborts the requests of all serving engines; it also waits
+        during the trainer's turn. Once begun, the sync runs to its end even if the caller is canceled because the engine died again.
         """
         renewing = asyncio.create_task(self._sync_restarted(engine))
         try:

@@ -42,8 +42,8 @@ def resume_command(config: Config, directory: RunDirectory) -> str:
 async def save_after_failure(error: BaseException, loop: Loop, save: SaveCheckpoint, engines: Engines | None, resume: str) -> None:
     """Save the last complete rollout of a run that `error` ends, if nothing was trained since, and log the command that resumes it.
 
-    Nothing is saved after a cancellation that was asked for, or after the loss of the trainer. A failed save is only logged, because
-    `error` is raised next.
+    Nothing is saved after a cancellation that was asked for, or after the loss of the trainer or of engines on its devices. A failed save
+    is only logged, because `error` is raised next.
     """
     if loop.is_training or not save.has_unsaved or isinstance(error, RankError):
         return

@@ -96,8 +96,8 @@ async def evaluate_config(config: Config, run_dir: Path) -> Evaluated:
 def _served(config: Config, weights: Path, target: Path, stack: AsyncExitStack) -> Config:
     """Return the config with which engines load the weights to evaluate: a model, or a base model with an adapter.
 
-    For engines that cannot apply an adapter, a merged model is written to `target`. Raises CheckpointError if the weights are damaged, and
-    ConfigError if the base model of an adapter is not on this machine.
+    For engines that apply no adapter, or only adapters that requests name, a merged model is written to `target`. Raises CheckpointError if
+    the weights, the adapter or its base model are missing or damaged.
     """
     given = config.lora.lora_adapter
     adapter = weights if is_adapter(weights) else None if given is None else adapter_directory(Path(given))

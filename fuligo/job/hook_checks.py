@@ -1,7 +1,7 @@
 """Contract tests of hooks: each is called as in a run, with made-up samples, and its results are checked. Neither model nor GPU is needed.
 
-The tests of a loss and of its reducer also check that micro-batches add up and that masked tokens have no gradient, which a run would not
-notice.
+The tests of a loss, its reducer and its TIS weights also check that micro-batches add up and that masked tokens have no gradient, which a
+run would not notice.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ def check_hook(flag_name: str, hook: Hook | str, config: Config | None = None, p
 
 
 def _groups(prompts: list[Prompt]) -> list[SampleGroup]:
-    """Return a group of four judged samples for each prompt: two complete, one of a single token, one truncated and partly masked."""
+    """Return four judged samples for each prompt: three complete, one of them a single token, and one truncated and partly masked."""
     groups = []
     for number, prompt in enumerate(prompts):
         group = new_group(prompt, number, len(_LENGTHS))

@@ -121,7 +121,7 @@ async def _start(name: str, config: Config, options: Sequence[str], trainer: Sha
         (control, their_control), (commands, their_commands) = socket.socketpair(), socket.socketpair()
         given = [theirs.enter_context(end) for end in (their_control, their_commands)]
         (output, write_output), (errors, write_errors) = await _pipe(stack, theirs), await _pipe(stack, theirs)
-        # In its own process group: Ctrl-C in a terminal reaches this process, which passes it on.
+        # The child has its own process group, so that Ctrl-C in a terminal reaches only the parent, which passes it on.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "fuligo", "run-of-many", "--control", str(given[0].fileno()), "--trainer", str(given[1].fileno())),

@@ -71,7 +71,7 @@ class SaveCheckpoint:
     in_background: bool = False
     """--async-save: training continues while a copy is written; the next save or the end of the run waits for it."""
     keeps_last: bool = False
-    """Keep the state after every rollout, so that it can be saved until the next one is trained on if the run ends early."""
+    """True to keep the state after every rollout until the next one is trained on, so that a run that ends early can save it."""
     _last: RunState | None = None
     """State after the last rollout, unless it is saved."""
     _writing: asyncio.Task[Path] | None = None
@@ -110,7 +110,7 @@ class SaveCheckpoint:
     async def save_last(self) -> None:
         """Save the state after the last rollout, unless it is saved already. Call it before another rollout is trained on.
 
-        Raises FuligoError if this checkpoint, or the one before it, could not be written.
+        Raises FuligoError if this checkpoint could not be written, or the one before it could not be written or exported.
         """
         await self.finish()
         if self._last is not None:

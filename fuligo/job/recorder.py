@@ -114,7 +114,10 @@ class LogHooks:
 
 
 def log_data(evaluation: Evaluation) -> dict[str, dict[str, list[Any]]]:
-    """Return rewards, truncation flags and samples by dataset, the argument of `--custom-eval-rollout-log-function-path`."""
+    """Return rewards, truncation flags and samples by dataset; samples without a reward are left out.
+
+    This is the argument of `--custom-eval-rollout-log-function-path`.
+    """
     data: dict[str, dict[str, list[Any]]] = {}
     for name, groups in evaluation.groups.items():
         samples = [sample for group in groups for sample in group.samples if sample.reward is not None]
@@ -205,7 +208,7 @@ class RunRecorder:
     def record_evaluation(self, num_rollouts: int, evaluation: Evaluation) -> None:
         """Write an evaluation to disk, the sinks and the console.
 
-        After `num_rollouts` complete rollouts, the same weights sample the step of this number next; 0 is the untrained policy.
+        `num_rollouts`: complete rollouts, which the sinks get as the step; 0 is the untrained policy.
         """
         logged = self.log_hooks.evaluation(num_rollouts, evaluation)
         metrics = logged.metrics

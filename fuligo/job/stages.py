@@ -46,7 +46,7 @@ class Opened:
     lent: LentParts | None
     """Trainer and engines that several runs share; None if the run has its own."""
     standbys: StandbyRanks | None
-    """Processes for trainers after the first; None without --max-restarts, and on a cluster."""
+    """Processes for trainers after the first; None without --max-restarts, on a cluster, or if nothing is trained."""
     store: CheckpointStore | None
     """Checkpoints of the run; None if nothing is trained."""
     engines_may_start: asyncio.Event
@@ -109,8 +109,8 @@ async def join_cluster(
 
     Return the configuration with `--device auto` resolved for the cluster, and the cluster, None if everything runs on this machine.
 
-    Raises ConfigError if there is no cluster, it is too small for the run, or a node cannot read `weights`, the models of the engines and
-    the run directory, which holds Ray's log.
+    Raises ConfigError if Ray is not installed, there is no cluster, it is too small for the run, or a node does not see `weights`, the
+    models of the engines, or files that other nodes write to the run directory or --save.
     """
     if chosen_launcher(config) == "local":
         return config, None

@@ -42,8 +42,9 @@ def trainer_settings(
 ) -> TrainerSettings:
     """Build the settings of the trainer for the backend of the configuration.
 
-    `initial_weights` are a Hugging Face directory or distributed checkpoint; `num_rollout`, the rollouts of the whole run, is the length of
-    the schedule unless --lr-decay-iters gives it.
+    `initial_weights` are a Hugging Face directory or distributed checkpoint; `num_rollout`, the rollouts of the whole run, determines the
+    length of the schedule unless --lr-decay-iters gives it. Raises ConfigError if the model, the device or the engine does not support a
+    flag, and CheckpointError if `--lora-adapter` cannot be read.
     """
     common = _common_settings(config, device, initial_weights, num_rollout)
     if config.observability.profile:
@@ -142,7 +143,7 @@ def _common_settings(config: Config, device: Device, initial_weights: Path, num_
 
 
 def _optimizer(config: Config, lr: float, warmup_steps: int, *, num_rollout: int) -> OptimizerSettings:
-    """Build the settings of one optimizer. `num_rollout`: rollouts that train the model; the length of the schedule by default."""
+    """Build the settings of one optimizer. `num_rollout`: rollouts that train the model, over which the learning rate decays by default."""
     flags = config.optimizer
     schedule = LearningRateSchedule(
         peak=lr,

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 LIMIT_S = 30.0
 """Seconds after which a blocked event loop is reported; equal to the default of --rm-timeout-s."""
 _CHECKS_PER_LIMIT = 100
-"""With 10, a function that takes 15% of the time would by chance be seen in half of the checks within an hour."""
+"""Number of checks per `limit_s`. With 10, a function that takes 15% of the time would by chance be reported within an hour."""
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _EVENT_LOOP = f"{Path(asyncio.__file__).parent}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -117,7 +117,7 @@ def stalls_reported(limit_s: float = LIMIT_S) -> Iterator[None]:
 
 
 def _user_frame(thread: int) -> traceback.FrameSummary | None:
-    """Return where the user's function is that the event loop or fuligo called in the thread; None if none of the user's code runs."""
+    """Return the location of the user's function that the event loop or fuligo called in the thread; None if they called none."""
     called: traceback.FrameSummary | None = None
     for frame, line in traceback.walk_stack(sys._current_frames()[thread]):  # the innermost first
         place = traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)

@@ -17,7 +17,7 @@ from fuligo.quantities import amount, count
 
 Versions = Callable[[Sequence[str], str, Mapping[str, str]], Mapping[str, str | None]]
 NCCL_SHARED_MEMORY_BYTES = 1024**3
-"""Size of NCCL's buffers between the GPUs of a node. Containers have 64 MiB by default, with which the first collective fails."""
+"""Size of NCCL's buffers between the GPUs of a node. Containers have 64 MiB of shared memory by default, too little for a collective."""
 OWN_FILES = 256
 """Number of open files of a process, without its connections: libraries, data, logs."""
 

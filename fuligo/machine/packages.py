@@ -1,4 +1,4 @@
-"""Packages that are installed for this interpreter or another, and its directory of temporary files; imports none of the packages."""
+"""Packages that are installed for this interpreter or another, and the directory of temporary files; imports none of the packages."""
 
 import importlib.metadata
 import json

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 
-# PEFT imports bitsandbytes where it is installed, which would warn in every run about a kernel that fuligo does not use.
+# PEFT imports bitsandbytes if it is installed; bitsandbytes would then warn in every run about a kernel that fuligo does not use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -302,7 +302,10 @@ def _misfit(directory: Path, error: ConfigError) -> CheckpointError:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Load the weights of an adapter directory into the model's adapter, whose parameters must not be sharded."""
+    """Load the weights of an adapter directory into the model's adapter, whose parameters must not be sharded.
+
+    Raises CheckpointError if the weights cannot be read, are not finite, or do not fit the adapter.
+    """
     tensors = read_adapter_weights(directory)
     require_same_shapes(tensors, model, directory)
     for name, parameter in adapter_tensors(model).items():

@@ -13,7 +13,7 @@ class Split(StrEnum):
     TENSOR = "tensor"
     """Each tensor-parallel rank holds its share (attention and dense matrices; the vocabulary of embedding and head)."""
     EXPERT = "expert"
-    """Each expert-parallel rank holds whole experts; expert-tensor-parallel ranks share each of them."""
+    """Expert-parallel ranks split the experts; the expert-tensor-parallel ranks of an expert split its matrices."""
     REPLICATED = "replicated"
     """Every rank of the stage holds the whole part (norms, routers, the latent down-projections of MLA)."""
 
@@ -263,7 +263,7 @@ class Architecture:
     """Output layer; None where it is tied to the embedding."""
     final_norm: Part
     is_quantized: bool
-    """True if the checkpoint's matrices are quantized. FP8 is assumed for every quantization_config in config.json but MXFP4."""
+    """True if the checkpoint's matrices are stored in FP8, as assumed for every quantization_config in config.json except MXFP4's."""
     sparse_index: SparseIndex | None = None
     """Indexer of sparse attention (DSA); None without one."""
     linear_attention: LinearAttention | None = None
@@ -316,7 +316,7 @@ class Architecture:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters used in one token's forward pass: only the chosen routed experts, and all parts outside of the layers."""
+        """Number of parameters used in one token's forward pass: all except those of the routed experts that are not chosen."""
         return sum(self.active(part) for layer in self.layers for part in layer.parts) + sum(
             part.num_parameters for part in self.outer_parts
         )

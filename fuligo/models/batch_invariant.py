@@ -1,7 +1,8 @@
 """Matrix products, attention, norms and softmax whose result for a row depends only on that row, to the last bit.
 
 Ordinary kernels choose block sizes and summation order by the shapes of a call, so a token's log-probability depends on how many others are
-computed with it, and engine and trainer differ by rounding. On a GPU, `models.invariant_kernels` sums in a fixed order, in half precision.
+computed with it, and engine and trainer differ by rounding. On a GPU, `models.invariant_kernels` sums in a fixed order; its inputs are in
+half precision.
 
 On a CPU sums are exact instead, and an exact sum has one value in any order. The terms are rounded first, to multiples of a common unit so
 coarse that float64 holds every partial sum without rounding (fixed-point pre-rounding: Rump, Ogita & Oishi, "Accurate floating-point
@@ -301,7 +302,7 @@ def _weighted_sums(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int], *, scale: float) -> Tensor:
-    """Return causal attention [T, H, Dv] within packed sequences; on a GPU Dv is D.
+    """Return causal attention [T, H, Dv] within packed sequences; on a GPU, Dv must equal D.
 
     `query` is [T, H, D], `key` [T, Hkv, D], `value` [T, Hkv, Dv]; `cu_seqlens` [S + 1] are the sequences' starts, from 0 to T.
     """

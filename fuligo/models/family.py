@@ -54,7 +54,7 @@ class Family:
     """True if models of `whole_type` accept images, with the forward pass of `models.vision.forward` and the positions of
     `models.vision.positions`. False: their towers are neither run nor trained."""
     loaded_as: str | None = None
-    """Model type whose transformers classes load the checkpoints; None: transformers has classes for the family."""
+    """Model type whose transformers classes load the checkpoints; None: the family's own, if transformers has any."""
     stored_experts: StoredExperts = StoredExperts.APART
     """Layout of experts in checkpoints that transformers writes."""
     stores_either_experts: bool = False

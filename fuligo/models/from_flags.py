@@ -46,7 +46,7 @@ EXPERT_KEYS: Mapping[str, str] = {
 """Megatron flag of experts -> key of config.json; the key for `num_experts` is `ModelArgs.num_experts_key` instead."""
 
 GATES = ("attention_output_gate", "use_gated_attention", "moe_shared_expert_gate")
-"""Switches for gates of attention and shared experts, which only families have that the Megatron trainer cannot train."""
+"""Switches for gates of attention and shared experts; the Megatron trainer supports no family that has such gates."""
 TORCH_INSTEAD = "use --train-backend torch, without MODEL_ARGS and flags of parallelism"
 """Advice for a model that the Megatron trainer cannot train."""
 

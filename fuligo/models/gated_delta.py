@@ -84,7 +84,7 @@ def _lacks_kernels(module: Any) -> str | None:
     import triton
 
     number = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
-    # Triton's gradients are wrong with these versions (fla-org/flash-linear-attention#640): the backward pass raises, or uses tilelang.
+    # These versions of Triton compute wrong gradients (fla-org/flash-linear-attention#640): the backward pass raises or uses tilelang.
     if torch.cuda.get_device_capability()[0] == 9 and (3, 4, 0) <= number < (3, 7, 1) and find_spec("tilelang") is None:
         return f"gradients of flash-linear-attention are wrong with Triton {triton.__version__} on Hopper GPUs; pip install tilelang"
     return None

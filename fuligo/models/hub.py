@@ -113,7 +113,10 @@ def with_weights(config: Config) -> Config:
 
 
 def _downloaded(config: Config, is_missing: Callable[[str, Path], bool], allowed: list[str] | None) -> Config:
-    """Download the Hub models for which `is_missing(flag, directory)`, files `allowed` only (None: all); return the new config."""
+    """Download the Hub models for which `is_missing(flag, directory)` is true, and return the config with their directories.
+
+    `allowed`: patterns of the files to download; None: all that fuligo reads. Raises ConfigError with every download that failed.
+    """
     problems: list[str] = []
     for place in (*map(_Place, MODEL_FLAGS), *(_Place("sglang_config", number) for number in range(len(_served(config))))):
         text = place.value(config)

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 GROUPED_TILES = 8
 """Number of row tiles computed one after another for the same columns, so that weights stay in the L2 cache."""
 FEWEST_EXPERTS = 256
-"""Smallest padded size of a vector over experts: at least one element for each thread of a program."""
+"""Smallest padded size of the vectors over experts in the grouped product: at least one element for each thread of a program."""
 SORTED_AT_ONCE = 64
 """Number of choices per program of the sort kernel."""
 COUNTED_AT_ONCE = 128

@@ -2,8 +2,8 @@
 
 Trainer and SGLang run these same kernels (`engines/sglang/exact` loads this file into the engine's processes, which lack fuligo, so it
 imports only torch and triton). A sum is never split over programs and always starts at the first term: inputs of a matrix product, keys
-from the start of the sequence, logits from the first token. Masked terms are exact zeros. The number of rows determines only which
-program computes a row. All tiles have at least 64 rows, since smaller ones use other tensor-core instructions.
+from the start of the sequence, logits from the first token. Masked terms are exact zeros. The number of rows determines only the tile
+size and which program computes a row. All tiles have at least 64 rows, since smaller ones use other tensor-core instructions.
 """
 
 import functools

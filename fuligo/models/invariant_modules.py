@@ -96,7 +96,7 @@ def _attend(
     attention_mask: Any = None,
     **given: Any,
 ) -> Any:
-    """Compute attention in Llama and Qwen models, on a GPU with one kernel for rotary embeddings. `ordinary`: its own forward pass."""
+    """Compute attention in Llama and Qwen models, on a GPU with one kernel for rotary embeddings. `ordinary`: as in `_mlp`."""
     if not hidden_states.is_cuda:
         return ordinary(hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **given)
     query, key, value = (each(hidden_states).unflatten(-1, (-1, layer.head_dim)) for each in (layer.q_proj, layer.k_proj, layer.v_proj))

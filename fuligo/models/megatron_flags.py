@@ -22,7 +22,7 @@ _IF_NOT_STATED: Mapping[str, object] = {
     "rotary_scaling_factor": 1.0,
     "rope_type": "rope",
 }
-"""Required values of flags that config.json does not state; other switches must be off, and other flags must not be given."""
+"""Value that a flag must have, if given, where config.json does not state it; other switches must be off, other flags not given."""
 
 _NOT_COMPARED = {"max_position_embeddings", "position_embedding_type"}
 """Stated flags whose value does not change the model."""
@@ -55,7 +55,10 @@ def megatron_flags(config_json: Mapping[str, Any]) -> Flags:
 
 
 def disagreements(config: Config, config_json: Mapping[str, Any], source: str = "config.json") -> Iterator[tuple[str, object, object]]:
-    """Yield the MODEL_ARGS that contradict config.json: (option, given value, expected value; None if it must not be given)."""
+    """Yield the MODEL_ARGS that contradict config.json: (option, given value, expected value; None if it must not be given).
+
+    Raises ConfigError if Megatron-Core's flags cannot describe the model.
+    """
     if not config.megatron:
         return
     try:

@@ -55,7 +55,10 @@ def mtp_module(model: nn.Module) -> MTPModule | None:
 
 @torch.no_grad()
 def add_mtp_module(model: Any, directory: Path) -> None:
-    """Add the MTP layer of a checkpoint to its model on the CPU, as submodule `mtp`; its weights get names that begin with `MTP_PREFIX`."""
+    """Add the MTP layer of a checkpoint to its model on the CPU, as submodule `mtp`; its weights get names that begin with `MTP_PREFIX`.
+
+    Raises CheckpointError if the model's family has no MTP module, or the files do not hold a complete one.
+    """
     if not has_mtp_module(read_config_json(directory)):
         raise CheckpointError(f"--mtp-num-layers: the torch trainer has no MTP layer for {model.config.model_type} models; remove the flag")
     module, files = MTPModule(language_model(model)), HuggingFaceTensors(directory)

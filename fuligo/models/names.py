@@ -48,7 +48,7 @@ class Weight:
     expert: int | None = None
     """Index of the expert; None: not an expert's weight, or an entry of a `NameTable` for all experts."""
     is_vocabulary: bool = False
-    """True if rows are token ids; Megatron's tensor may be padded with more, so that ranks can split it evenly."""
+    """True if rows are indexed by token id; Megatron's tensor may be padded with more rows, so that ranks can split it evenly."""
     is_float32: bool = False
     """True if it is stored and sent in float32, whatever the dtype of the weights."""
 
@@ -127,7 +127,7 @@ class ModelNames:
         return tuple((size, *rest) for size in sizes)
 
     def is_superfluous(self, checkpoint_name: str, num_mtp_layers: int) -> bool:
-        """Return whether a checkpoint may hold a tensor of this name that a model with `num_mtp_layers` does not need."""
+        """Return whether a checkpoint may hold a tensor of this name that a model with `num_mtp_layers` MTP layers does not need."""
         if checkpoint_name.endswith(".rotary_emb.inv_freq"):
             return True
         if self.architecture.tied_embeddings and checkpoint_name == "lm_head.weight":

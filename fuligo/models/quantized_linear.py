@@ -49,9 +49,11 @@ class QuantizedWeight(nn.Module):
         return math.prod(self.shape)
 
     def product(self, rows: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """Multiply rows [..., inputs] by the transposed matrix, or with `ends` rows [S, inputs], sorted by expert, by their expert's.
+        """Multiply rows by the transposed matrix; with `ends`, each row by the transposed matrix of its expert.
 
         Args:
+            rows: [..., inputs], or with `ends` [S, inputs], sorted by expert.
+            bias: [outputs]; ignored with `ends`.
             ends: [E] int32, the end of each expert's rows; None: there is only one matrix.
 
         Returns:
@@ -116,7 +118,10 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def quantizable_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names of the weights that `quantize_base` replaces; they are those in a model without an adapter."""
+    """Return the weights that `quantize_base` replaces, by their names in a model without an adapter.
+
+    Raises ConfigError if the model has experts that cannot be quantized.
+    """
     return [stored_name(name) for name in _base_weights(model)]
 
 

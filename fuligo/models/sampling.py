@@ -41,7 +41,7 @@ def filtered(probs: torch.Tensor, cut: Filter) -> torch.Tensor:
 def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the first token whose cumulative weight exceeds `uniform` times the total: [N, V], [N] float64 -> [N].
 
-    Sums over blocks and over tokens of a block, both in float64: a float32 running sum over a large vocabulary would lose the tail.
+    Cumulative sums over blocks, and over the tokens of one block, are in float64: in float32 they would lose the tail of a vocabulary.
     """
     num_rows, vocab_size = weights.shape
     num_blocks = -(-vocab_size // BLOCK)

@@ -97,7 +97,7 @@ def load_decay_rates_exactly(config: Any) -> None:
 
 
 def take_dtype(model: nn.Module, config: Any, dtype: torch.dtype) -> None:
-    """Convert a model to `dtype` if it was dequantized from MXFP4, which transformers 5.12.1 always does to bfloat16."""
+    """Convert a model to `dtype` if it was dequantized from MXFP4: transformers 5.12.1 always dequantizes to bfloat16."""
     if _is_mxfp4(config) and dtype != torch.bfloat16:
         model.to(dtype)
 

@@ -1,7 +1,8 @@
 """Attention over a row that is a tree: each token attends only to its own prefix.
 
 A node of the tree attends to the tokens from the root to its own end, with a causal mask aligned to the right: its last token attends to
-all of them. Varlen flash kernels compute this as a sequence of queries with a longer sequence of keys; CPUs use SDPA with a mask.
+all of them. Varlen flash kernels compute this as a sequence of queries with a longer sequence of keys; elsewhere, SDPA computes it with a
+mask.
 """
 
 from functools import lru_cache

@@ -42,7 +42,7 @@ def hybrid_architecture(
     num_mtp_layers: int,
     has_fused_inputs: bool = False,
 ) -> Architecture:
-    """Return the architecture of a family with Gated DeltaNet layers among full attention.
+    """Return the architecture of a family that has both Gated DeltaNet and full-attention layers.
 
     Args:
         experts: sizes of the experts; None: no layer has any.

@@ -76,7 +76,7 @@ class VisionTower:
             kwargs: arguments for the language model's attention.
 
         Raises:
-            DataError: an image cannot be read, or makes another number of tokens than its sample has.
+            DataError: an image cannot be read, or its grid of tokens differs from the one in its sample.
         """
         language = self.base.language_model
         embeddings, features = language.embed_tokens(input_ids), self._features(images, input_ids.device)

@@ -185,7 +185,10 @@ class ResizedImages:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Read an image processor's settings without transformers. Raises ConfigError if the processor is unknown or Pillow is missing."""
+    """Read an image processor's settings without transformers.
+
+    Raises ConfigError if Pillow is missing, or the settings are unreadable or of an unknown processor.
+    """
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 @dataclass(slots=True, frozen=True)
 class Command(Generic[R_co]):
-    """Picklable method call that all ranks execute. `R_co` is the type of rank 0's result; results of other ranks are discarded."""
+    """Picklable method call for ranks to execute. `R_co` is the type of rank 0's result; results of other ranks are discarded."""
 
     name: str
     """Name of the method, also used in errors and logs."""
@@ -40,12 +40,12 @@ class Command(Generic[R_co]):
 
 
 def call(method: Callable[Concatenate[RankWorker, P], R | None], *arguments: P.args, **_: P.kwargs) -> Command[R]:
-    """Return the command that calls a method of `RankWorker`, for example `call(RankWorker.score, share)`."""
+    """Return the command that calls a method of `RankWorker` with positional arguments: `call(RankWorker.score, share)`."""
     return Command(method.__name__, arguments)
 
 
 def call_rank(method: Callable[Concatenate[Rank, P], R], *arguments: P.args, **_: P.kwargs) -> Command[R]:
-    """Return the command that calls a method of `Rank`, for example `call_rank(Rank.load, settings, rendezvous)`."""
+    """Return the command that calls a method of `Rank` with positional arguments: `call_rank(Rank.load, settings, rendezvous)`."""
     return Command(method.__name__, arguments, of_worker=False)
 
 

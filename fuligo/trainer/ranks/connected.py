@@ -174,7 +174,7 @@ def answer_commands(connection: RankConnection, executor: RankExecutor) -> None:
         sender.submit(partial(_send_answer, connection, message))
 
     def send_error(number: int, answer: Answer[Any]) -> None:
-        # If the driver was killed, a collective fails first and the connection closes a moment later; its traceback would mislead.
+        # If the driver was killed, a collective fails first and the connection closes a moment later; the collective's error would mislead.
         ends = select.poll()
         ends.register(connection.fileno(), select.POLLRDHUP)
         if not ends.poll(NOTICED_WITHIN_MS):

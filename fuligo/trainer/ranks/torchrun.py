@@ -216,7 +216,7 @@ def _accept_all(place: TorchrunPlace, key: bytes | None) -> list[ConnectedRank]:
 
 
 def _connections(place: TorchrunPlace, key: bytes | None) -> Iterator[socket.socket]:
-    """Yield connections for `CONNECT_TIMEOUT_S`, without a key to a Unix socket, else to a port at `TorchrunPlace.listens_at`."""
+    """Yield connections for `CONNECT_TIMEOUT_S`: to a port at `TorchrunPlace.listens_at`, or, without a key, to a Unix socket."""
     if key is None:
         listener, address = socket.socket(socket.AF_UNIX), f"fuligo-ranks-{secrets.token_hex(16)}"
         listener.bind(f"\0{address}")

@@ -35,7 +35,7 @@ class Rendezvous:
 
 @dataclass(slots=True, frozen=True)
 class World:
-    """This process's place among the ranks. A single rank on a CPU has no process group."""
+    """This process's place among the ranks. The defaults describe a single rank on a CPU, without a process group."""
 
     rank: int = 0
     size: int = 1

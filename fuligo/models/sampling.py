@@ -41,7 +41,7 @@ def filtered(probs: torch.Tensor, cut: Filter) -> torch.Tensor:
 def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the first token whose cumulative weight exceeds `uniform` times the total: [N, V], [N] float64 -> [N].
 
-    Cumulative sums over blocks, and over the tokens of one block, are in float64: in float32 they would lose the tail of a vocabulary.
+    Cumulative sums over blocks and over the tokens of a block are float64; in float32 they would lose the tail of a large vocabulary.
     """
     num_rows, vocab_size = weights.shape
     num_blocks = -(-vocab_size // BLOCK)

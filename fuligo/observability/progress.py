@@ -44,12 +44,12 @@ def warnings_shown_on(console: Console) -> Iterator[None]:
 
 
 def warnings_before_progress(mode: str) -> AbstractContextManager[None]:
-    """Show warnings while a run is set up, before its progress display of this mode shows them."""
+    """Show warnings while a run is set up, until its progress display shows them; none in mode `none`."""
     return nullcontext() if mode == "none" else warnings_shown_on(Console(highlight=False))
 
 
 def show_origin(mode: str, checkpoint: Path, step: int, num_rollout: int, console: Console | None = None) -> None:
-    """Show from which checkpoint, and after how many rollouts, a run resumes, before the progress display of this mode starts."""
+    """Show from which checkpoint and after how many rollouts a run resumes, before its progress display starts; nothing in mode `none`."""
     if mode != "none":
         console = console or Console(highlight=False)
         console.print(f"resuming from {checkpoint}, after {step} of {count(num_rollout, 'rollout')}", markup=False, soft_wrap=True)
@@ -72,10 +72,10 @@ class _ConsoleHandler(logging.Handler):
 
 
 class Progress:
-    """Display of a run's phases and steps, as a context manager, so that it can restore the terminal. This base class shows nothing.
+    """Display of a run's phases and steps, as a context manager, so that it can restore the terminal. This base class shows only warnings.
 
     Args:
-        console: console that also shows warnings; None: nothing is shown
+        console: console that shows the display and warnings; None: nothing is shown
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -160,7 +160,7 @@ class LiveProgress(Progress):
         self._evaluated: dict[str, str] = {}
         """Latest evaluation as text, by name of the dataset."""
         self._doing: tuple[str, int] | None = None
-        """Current phase and its step; None between phases."""
+        """Phase that began last, and its step; None before the first one and after the run."""
         self._begun_s = self._doing_since_s = clock()
 
     def __enter__(self) -> Self:

@@ -33,7 +33,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open an existing directory, lock it, and send fuligo's log to its `log.txt`; `create` also checks and creates it.
+        """Open an existing directory, lock it, and send fuligo's log to its `log.txt`; `create` also checks and creates the directory.
 
         Raises ConfigError if another process holds the lock.
         """
@@ -61,8 +61,9 @@ class RunDirectory:
     def create(cls, path: Path, config: Config, *, resume: bool) -> RunDirectory:
         """Create the directory, or reuse that of an earlier run, and write `config.yaml`.
 
-        With `resume`, recorded steps may be cut back to where a checkpoint resumes; otherwise they are never overwritten. Raises
-        ConfigError if the directory is not writable, is in use, has files of something else, or has recorded steps without `resume`.
+        With `resume`, steps recorded after the checkpoint may be removed later (`cut_back`); otherwise no recorded step is overwritten.
+        Raises ConfigError if the directory is not writable, is in use, has links of another user or files that do not belong to a run, or
+        has recorded steps without `resume`.
         """
         require_usable(path, resume=resume)
         try:

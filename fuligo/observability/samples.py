@@ -121,9 +121,9 @@ def sample_table(
 ) -> pa.Table:
     """Return a table with one row per sample, in the order of the groups.
 
-    `reward` is the scalar that is trained on: of a dict reward, the value under `reward_key`. `passed` follows from the value under
-    `pass_key`, if there is one. The whole dict and the numbers of hooks are in the metadata (`reward`, `metrics`). `trainer_logprobs` are
-    the old log-probabilities if they were computed, else those of the training forward pass.
+    `reward` is the scalar that is trained on: of a dict reward, the value under `reward_key`. `passed` is the result of
+    `Sample.passes`, null without a `reward`. The whole dict and the numbers that hooks report are in the metadata (`reward`, `metrics`).
+    `trainer_logprobs` are the old log-probabilities if they were computed, else those of the training forward pass.
     """
     training = training or Training()
     samples = [sample for group in groups for sample in group.samples]
@@ -230,7 +230,7 @@ def _scalar_reward(sample: Sample, reward_key: str | None) -> float | None:
 
 
 def _reward_parts(sample: Sample) -> list[tuple[str, float]] | None:
-    """Return the parts of the reward (`PARTS`); None if it is a single number."""
+    """Return the parts of the reward (`PARTS`); None if it has none."""
     given: dict[Any, Any] = sample.reward if isinstance(sample.reward, dict) else {}
     numbers = {str(name): value for name, value in given.items() if isinstance(value, Real)}
     numbers |= {name: value for name, value in sample.metrics.items() if name.startswith("reward_")}

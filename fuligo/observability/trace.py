@@ -67,7 +67,7 @@ class _Phase:
 
 
 _current_phase: ContextVar[_Phase | None] = ContextVar("current_phase", default=None)
-"""Phase inside which a phase of this task begins; None if there is none."""
+"""Innermost phase in progress in this task; None if there is none."""
 
 
 class Trace:

@@ -10,7 +10,7 @@ from fuligo.observability.viewer.metric_columns import MetricColumns, Values, fi
 from fuligo.observability.viewer.mismatch import Explanation
 
 BASE_STEPS = 50
-"""Number of recent good steps that a value is compared with."""
+"""Number of preceding steps; a value is compared with the good ones among them."""
 MIN_BASE_STEPS = 3
 """Minimum number of good steps for a comparison."""
 LEARNED_REWARD = 0.9
@@ -64,8 +64,9 @@ class _Watch:
 
 
 def alarms(metrics: MetricColumns) -> list[Alarm]:
-    """Return the latest alarm of each kind, with the number of earlier ones in its text. Ongoing alarms come first, then by severity and
-    the newest first.
+    """Return the latest alarm of each kind: ongoing ones first, then by severity, then the newest first.
+
+    The text of an alarm of `WATCHES` says how often it occurred before.
     """
     found = [*_watched(metrics), *_not_finite(metrics)]
     severities = ("error", "warning", "note")
@@ -138,8 +139,10 @@ def _base(values: Values, row: int, bad: Sequence[bool]) -> float | None:
 def _rises(
     factor: float, least: float, at_once: Callable[[MetricColumns], list[float]] | None = None
 ) -> Callable[[Values, MetricColumns], list[bool]]:
-    """Return a rule that finds values bad if they exceed `least` and `factor` times the median of the good steps before them, or the limit
-    of their row, which `at_once` returns.
+    """Return a rule for values that rise.
+
+    A value is bad if it exceeds both `least` and `factor` times the median of the good steps before it, or the limit that `at_once` returns
+    for its row.
     """
 
     def bad(values: Values, metrics: MetricColumns) -> list[bool]:
@@ -169,9 +172,9 @@ def _entropy_collapses(values: Values, _: MetricColumns) -> list[bool]:
 
 
 def _learned(metrics: MetricColumns) -> list[bool]:
-    """Return whether the task is learned, by row: the reward is near 1, or most groups have equal rewards that are higher than at first.
+    """Return whether the task is learned, by row: the reward is near 1, or high and equal within most groups.
 
-    A policy that has learned its task is certain of its answers.
+    A high reward is above its start and at least 90% of its maximum. A policy that has learned its task is certain of its answers.
     """
     rewards = metrics.column("rollout/reward_mean")
     equal = metrics.column("rollout/zero_std_ratio")
@@ -196,7 +199,7 @@ def _learned_or_without_reward(metrics: MetricColumns) -> list[bool]:
 
 
 def _halves(values: Values, _: MetricColumns) -> list[bool]:
-    start = _first_median(values, 3)  # a policy can halve its answers in five steps
+    start = _first_median(values, 3)  # within five steps, answers can become half as long
     return [start is not None and row >= 3 and value is not None and value < 0.5 * start for row, value in enumerate(values)]
 
 
@@ -318,4 +321,4 @@ WATCHES = (
     _Watch("engine/num_waiting_mean", "warning", "Most requests wait in the engines", _above(0), _WAITING, LASTING_STEPS, _most_run),
     _Watch("rollout/num_failed", "warning", "Samples failed", _above(0), _FAILED),
 )
-"""Rules of all alarms. Their limits are rules of thumb, chosen so that ordinary runs raise no alarm."""
+"""Rules of all alarms except those of `_not_finite`. Their limits are rules of thumb, chosen so that ordinary runs raise no alarm."""

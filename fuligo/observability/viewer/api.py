@@ -89,7 +89,7 @@ class SampleQuery(SampleFilter):
 
 
 def make_app(runs: Sequence[RunReader], *, token: str, cookie: str = "fuligo_view", watcher: Watcher | None = None) -> FastAPI:
-    """Return the application that serves the page and the data of runs with different names; every request wakes the `watcher`.
+    """Return the application that serves the page and the data of runs with different names; every request for data wakes the `watcher`.
 
     `token` is required of every visitor; `cookie` is the name of the cookie that keeps it in the browser.
     """

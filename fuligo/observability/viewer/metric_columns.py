@@ -86,7 +86,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _rounded(key: str, value: Any) -> float | None:
-    """Round to six significant digits, times to 0.01 s, to keep answers small; return None for a value that is not a finite number."""
+    """Round to six significant digits, times to 0.01 s, to keep answers small; integers below `MAX_INTEGER` stay exact.
+
+    Return None for a value that is not a finite number.
+    """
     if not _is_number(value):
         return None
     if key == "time":

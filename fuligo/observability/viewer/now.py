@@ -10,8 +10,8 @@ from fuligo.observability.viewer.metric_columns import MetricColumns, finite, me
 from fuligo.observability.viewer.trace_reader import TraceReader
 
 State = Literal["finished", "running", "quiet", "stopped", "empty"]
-"""State of a run. quiet: its process is alive, but has written nothing for long. stopped: no process is known, and its last rollout is not
-complete. empty: the same, and no rollout is complete."""
+"""State of a run. quiet: its process is alive, but has written nothing for long. stopped: no process is known, and some of its
+rollouts are complete, but not all. empty: no process is known, and no rollout is complete."""
 STALE_STEPS = 5
 """Number of median step times without a write after which a run counts as stopped or hanging."""
 FRESH_S = 60.0

@@ -32,7 +32,7 @@ class ReportSize:
     num_groups: int = 4
     """Whole groups per step; those with mixed rewards first."""
     num_troubled: int = 24
-    """Newest additional samples that failed, were truncated or were dropped."""
+    """Newest additional samples that failed or were truncated, aborted or dropped."""
     num_prompts: int = 25
     """Number of prompts of each kind: lowest and highest pass rate, largest decrease and increase of the mean reward."""
     max_tokens: int = 200_000
@@ -81,7 +81,7 @@ def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
 
 
 def chosen_samples(table: pa.Table, steps: Sequence[int], size: ReportSize) -> np.ndarray:
-    """Return positions in the index: whole groups of the steps, then troubled samples of any step."""
+    """Return sorted positions in the index: of whole groups of the steps, and of troubled samples of any step."""
     all_steps, rewards = table["step"].to_numpy(), table["reward"].to_numpy()
     groups = table["group"].fill_null(-1).to_numpy()
     chosen: list[int] = []

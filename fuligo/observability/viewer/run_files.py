@@ -104,7 +104,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _is_readable_run(path: Path) -> bool:
-    """Return whether a path is a run; one that this user may not read is left out if there are others."""
+    """Return whether a path is a run that this user may read."""
     try:
         return path.is_dir() and _is_run(path)
     except PermissionError:

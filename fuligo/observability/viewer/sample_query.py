@@ -102,7 +102,7 @@ class TextSearch:
         """Search the files of the rows in `table`, newest first: at least one file, then further ones until `budget_s` is used up.
 
         Returns:
-            The rows of `table` found so far, and the share of the files that has been searched.
+            The rows of `table` found so far, and the share of the files that has been searched: 1.0 also after `MAX_FOUND` rows.
         """
         end = time.monotonic() + budget_s
         steps, rows = table["step"].to_numpy(), table["row"].to_numpy()

@@ -19,7 +19,7 @@ UNREADABLE = (OSError, pa.ArrowException, ValueError, TypeError, KeyError, Attri
 MAX_ROWS = 2**20
 MAX_BYTES = 2**32
 MAX_GROUP_BYTES = 2**28
-"""Largest uncompressed row group: 64 samples of 100,000 tokens with all of their columns take about half of it."""
+"""Largest uncompressed row group that is read: twice the largest that a run writes, unless a single row is larger."""
 MAX_CHARACTERS = 2**20
 """Maximum number of characters of one text that are shown."""
 MAX_TEXT = 300

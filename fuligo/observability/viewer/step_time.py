@@ -125,7 +125,7 @@ def step_time(metrics: MetricColumns, trace: TraceReader, step: int, files: dict
     """Return the timeline of a step; None if it was not recorded.
 
     Args:
-        files: existing sample files of the step and its neighbors, by step.
+        files: existing sample files of the step and of the `NEIGHBORS` steps after it, by step.
     """
     window = step_window(metrics, trace, step)
     if window is None:

@@ -66,7 +66,7 @@ class Tail:
             return 0
 
     def _notice_restart(self, file: BufferedReader) -> None:
-        """Detect that a resumed run truncated the file, even if it has grown again since: the last bytes read before have changed then."""
+        """Detect that the file was truncated or replaced, even if it has grown again: the bytes before the offset have then changed."""
         state = os.fstat(file.fileno())
         file.seek(max(0, self.offset - len(self._last_byte)))
         same = state.st_ino == self._identity or self._identity is None

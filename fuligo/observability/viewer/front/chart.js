@@ -18,7 +18,6 @@ function distinct(ticks, format) {
 }
 
 class Chart {
-  // bands: [{first, last, severity}] along the x axis.
   constructor({ title, unit = "", zoom = () => {}, format = figure }) {
     Object.assign(this, { title, unit, zoom, format, series: [], bands: [], kind: "step", log: false, range: null });
     this.value = element("span.chart-value");
@@ -40,7 +39,7 @@ class Chart {
     charts.add(this);
   }
 
-  // series: [{name, color, points, smooth}]
+  // series: [{name, color, points, smooth}]; bands: [{first, last, severity}] along the x axis.
   show(series, { kind = "step", log = false, range = null, bands = [] } = {}) {
     Object.assign(this, { series, kind, log, range, bands });
     this.draw();

@@ -37,7 +37,7 @@ function clock(time) {
   return at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...day });
 }
 
-// Round tick values between two bounds, about `number` of them.
+// Round tick values between two bounds, about `count` of them.
 function roundTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   if (!(rough > 0)) return [low];

@@ -118,7 +118,7 @@ class Prompts extends View {
   }
 }
 
-// Mean reward by step as a small curve, from the least to the greatest.
+// Mean reward by step as a small curve, whose scale includes 0 and 1.
 function sparkline(points) {
   const [width, height, room] = [140, 26, 3];
   const node = svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, role: "img" });

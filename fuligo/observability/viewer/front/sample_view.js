@@ -170,7 +170,7 @@ class SampleView {
     );
   }
 
-  // Responses of the other runs to this prompt, at the step nearest to this one.
+  // Responses of the other runs to this prompt, each at the step nearest to the sample's.
   drawOthers(of, others) {
     this.othersPart.hidden = !others.length;
     this.othersPart.replaceChildren(
@@ -242,7 +242,7 @@ const part = (title, ...children) => element("section.part", element("h3", title
 const folded = (title, ...children) => element("details.plain", element("summary", title), ...children);
 const sideBySide = (label, members) => element("div.members", { tabindex: 0, role: "group", "aria-label": label }, members);
 
-// Samples of all runs that are read so far, of training and of evaluations.
+// Each run's numbers of samples read so far, of training and of evaluations, as text.
 const samplesRead = () => runs.map((run) => `${run.num_samples} ${run.num_eval_samples}`).join();
 
 // All engines of a continued response, in order.

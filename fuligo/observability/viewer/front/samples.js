@@ -121,7 +121,7 @@ class Samples {
     }
   }
 
-  // Columns that would be empty for all samples are not shown.
+  // Columns that would be empty, or equal for all samples, are not shown.
   drawHead() {
     const [ofEvaluations, withEngines] = [this.of === "eval", this.of === "train" && this.run.engines.length > 1];
     Object.assign(this.list, { withAdvantage: !ofEvaluations, withEngines });
@@ -188,7 +188,7 @@ class Samples {
     );
   }
 
-  // Filters by one part of the reward, if it has several.
+  // Filters by one part of the reward, if it has parts.
   partFields(menu, range) {
     const parts = this.run.parts[this.of];
     if (!parts.length) return null;

@@ -77,7 +77,7 @@ class TokenView {
     const values = tokenValues(this.tokens, key);
     this.text.dataset.color = key;
     if (key === "versions" || key === "engines") return this.colorKinds(values, chosen, key === "versions" ? "version" : "engine");
-    // Tokens that the policy did not sample (tool output, later turns) have no place on the scale.
+    // Tokens that are not trained on (such as tool output and messages of users) have no place on the scale.
     const given = this.tokens.mask && key !== "mask" ? this.tokens.mask.map((trained) => !trained) : [];
     const known = values.filter((value, at) => value !== null && !given[at]).map(Math.abs);
     const sorted = Float64Array.from(known).sort();

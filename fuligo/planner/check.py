@@ -41,7 +41,7 @@ def violations(subject: Subject) -> tuple[Finding, ...]:
 
 
 def _find(subject: Subject) -> list[_Found]:
-    """Return each finding once, errors first; engine groups that share a flag violate a rule together."""
+    """Return the findings, errors first. Violations of one rule with the same first fix, as by several engine groups, are one finding."""
     found = [_Found(finding, (finding.fix,) if finding.fix else ()) for finding in config_findings(subject.config)]
     for rule in RULES:
         found += [_Found(rule.finding(violation), violation.fix) for violation in rule.check(subject)]

@@ -116,7 +116,7 @@ def _offload_choices(subject: Subject, cache_choices: Callable[[Subject], Iterat
         return  # the memory of an unknown model is not planned
     if any(bar.used_bytes + KEPT_MARGIN_BYTES > bar.capacity_bytes for bar in engines):
         return
-    # Of all the memory beside the trainer: a chosen cache is smaller only because fewer requests than a share run at a time.
+    # Check a cache in all the memory beside the trainer: the chosen one is smaller only where fewer requests than a share run at a time.
     longest, sampling = longest_sample(config), _sampling(kept)
     num_engines = sum(spec.num_engines for spec, _ in sampling)
     shares = [min(ceil(requests_wanted(kept) / num_engines), MAX_REQUESTS * spec.dp_size) for spec, _ in sampling]
@@ -140,7 +140,7 @@ def _engine_choices(subject: Subject) -> Iterator[Choice]:
     config = subject.config
     sampling = _sampling(subject)
     if not sampling or any(memory.kv_tokens < 1 for _, memory in sampling):
-        return  # engines without a KV cache are an error, whose fixes would keep the requests of the smallest cache
+        return  # no room for a KV cache is an error, whose fixes would keep the few requests chosen here
     num_engines = sum(spec.num_engines for spec, _ in sampling)
     in_flight = 0
     for spec, memory in sampling:
@@ -179,7 +179,7 @@ def _cache_choices(subject: Subject, places: Container[tuple[int, int] | None]) 
         if spec.place not in places or requests is None or memory.states or arguments.get("max_total_tokens") is not None:
             continue
         context = arguments.get("context_length") or memory.architecture.max_position_embeddings
-        # SGLang keeps tokens free for each request that decodes elsewhere than its prompt was prefilled.
+        # SGLang keeps tokens free for each request whose prompt another engine has prefilled.
         reserved = arguments.value("num_reserved_decode_tokens") if spec.worker_type == "decode" else 0
         needed = ceil(ceil(requests / spec.dp_size) * (CACHE_MARGIN * longest + reserved))
         tokens = max(needed, context, 2 * memory.settings.chunked_prefill_tokens)
@@ -227,7 +227,7 @@ def _decides_graphs(spec: EngineGroupSpec) -> bool:
 
 
 def requests_wanted(subject: Subject) -> int:
-    """Return the requests that a run, and those that share its engines, would have in flight without a limit."""
+    """Return the requests that a run, and the runs that share its engines, would have in flight without a limit."""
     total = 0
     for config in (subject.config, *subject.sharing):
         rollout, prompts = config.rollout, config.resolved_over_sampling_batch_size
@@ -256,8 +256,9 @@ def _compile_choices(subject: Subject) -> Iterator[Choice]:
 
 
 def _trainer_choices(subject: Subject) -> Iterator[Choice]:
-    """Yield longer rows if memory allows them; or the first choice that makes the trainer fit: shorter rows, then recomputation, then
-    Adam on the CPU.
+    """Yield longer rows if memory allows them, or else the first choice that makes the trainer fit.
+
+    Tried in this order: shorter rows, recomputation, recomputation and Adam on the CPU.
     """
     config, train = subject.config, subject.config.train
     rows_given = train.use_dynamic_batch_size or train.max_tokens_per_gpu is not None or train.micro_batch_size is not None

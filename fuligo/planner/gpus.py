@@ -8,7 +8,7 @@ from fuligo.errors import ConfigError
 MIB = 1024**2
 GIB = 1024**3
 MEMORY_TOLERANCE = 0.05
-"""Relative difference between the memory that the driver and CUDA report for one model; variants of a model differ by more."""
+"""Largest relative difference between the memory that the driver and CUDA report for one model; variants of a model differ by more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Cut:
         return ([] if self.first is None else [self.first]) + middle + ([] if self.last is None else [self.last])
 
     def starts(self) -> list[int]:
-        """Return the first layer of every virtual stage, from 0; empty if the layers cannot be split this way."""
+        """Return the first layer of every virtual stage, from 0, counting extra layers; empty if the layers cannot be split this way."""
         counts = self.counts()
         if counts is None or any(number % self.vpp for number in counts):
             return []
@@ -82,7 +82,7 @@ class Cut:
 def stages(subject: Subject) -> tuple[Stage, ...]:
     """Return the stages in the order in which a token passes them: all pipeline ranks for each virtual rank.
 
-    Raises ConfigError if the layers cannot be split this way.
+    Raises ConfigError if the layers cannot be split this way, or a flag is not supported.
     """
     shape, megatron = layout_of(subject.config), subject.config.megatron
     if megatron.get("pipeline_model_parallel_layout") is not None:

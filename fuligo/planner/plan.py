@@ -234,7 +234,7 @@ class Plan:
     gpu: str
     findings: tuple[Finding, ...]
     layout: ClusterLayout | None = None
-    """Placement of all ranks. None if errors prevent a layout; then the following fields are empty too."""
+    """Placement of all ranks. None if errors prevent a layout; then the following fields, except `choices`, are empty too."""
     memory: tuple[MemoryBar, ...] = ()
     capacities: tuple[EngineCapacity, ...] = ()
     phases: tuple[Phase, ...] = ()

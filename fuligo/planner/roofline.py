@@ -17,7 +17,7 @@ from fuligo.quantities import amount, magnitude
 
 
 def phases(subject: Subject, layout: ClusterLayout) -> tuple[Phase, ...]:
-    """Return the phases of one step, in order of their start.
+    """Return the phases of one step: those of the engines, then those of the trainer.
 
     In one-step and fully asynchronous modes the engines sample the next rollout while the trainer works.
     """

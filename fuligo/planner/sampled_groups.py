@@ -80,6 +80,6 @@ def has_filter(config: Config) -> bool:
 def _reached(share: float, wave: int, num_samples: int) -> float:
     """Return when a share of a wave's groups has finished, relative to the longest response.
 
-    A group ends with the longest of its responses, which of `num_samples` uniform lengths is below x with probability x^`num_samples`.
+    A group ends with its longest response; the longest of `num_samples` uniform lengths is below x with probability x^`num_samples`.
     """
     return min(1.0, max(1 / wave, share)) ** (1 / num_samples)

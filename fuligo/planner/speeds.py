@@ -26,8 +26,8 @@ LAUNCH_EXPERTS_S = 1.14 / 35 / 2
 with EP 4, both passes of 7 layers over 5 micro-batches take 1.14 s, and just as long with TP 2, where kernels are half as large
 (docs/benchmarks-gpu.md). The two passes are assumed to take equally long."""
 LAUNCH_LAYER_S = 5.5e-3 / 2
-"""The same for other layers that are not compiled: SmolLM2 with the torch trainer in rows of 8,192 tokens, both passes of a layer over a
-row take 6.7-7.7 ms in one run and 4.5-5.5 in another. Assumed for Megatron's dense layers, too."""
+"""The same for other layers that are not compiled: with SmolLM2 on the torch trainer, both passes of a layer over a row of 8,192 tokens
+take 6.7-7.7 ms in one run and 4.5-5.5 ms in another. Assumed for Megatron's dense layers, too."""
 LAUNCH_COMPILED_S = 4.8e-3 / 2
 """The same for compiled layers: both passes of a layer over a row of 8,192 tokens take 3.5-4.8 ms with SmolLM2, and 7 ms with Qwen3-0.6B
 (of which the FLOPs take 2). This includes GPU time that the FLOPs of such small models do not show."""

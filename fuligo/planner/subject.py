@@ -118,7 +118,8 @@ class Subject:
 def read_subject(config: Config, gpu_name: str, *, sharing: Sequence[Config] = (), assumed: Assumed | None = None) -> Subject:
     """Return the subject of a config, whose engines the runs `sharing` also use. `assumed` is None for the planner's own assumptions.
 
-    Raises ConfigError if the GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
+    Its config has `--share-prefixes off` in place of `auto` if the model or the teacher cannot share prefixes. Raises ConfigError if the
+    GPU or the model's shape is unknown, or `--lora-adapter` cannot be read.
     """
     trained, served = find_architectures(config)
     try:

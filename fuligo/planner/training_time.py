@@ -115,7 +115,7 @@ def num_trained_models(subject: Subject) -> int:
 
 
 def rollout_forward_flops(subject: Subject, num_sharing: int = 1) -> float:
-    """Return the FLOPs of one forward pass over all samples of a rollout, of which `num_sharing` share the computation of their prompt.
+    """Return the FLOPs of one forward pass over all samples of a rollout, each `num_sharing` of which compute their prompt once.
 
     Every response still attends to its whole prompt. Lengths are uniform up to the longest, so their mean square is longest^2 / 3.
     """
@@ -172,8 +172,9 @@ def _with_launches(subject: Subject, computed_s: float, launched_s: float) -> fl
 
 
 def launch_s(subject: Subject, shape: Layout, extra_layers: tuple[Layer, ...] = ()) -> float:
-    """Return the least seconds of a forward or backward pass over a rollout: the CPU launches the kernels of a stage's layers, also of
-    `extra_layers`, for each micro-batch.
+    """Return the least seconds of a forward or backward pass over a rollout: the time of its kernel launches.
+
+    The CPU launches the kernels of a stage's layers, `extra_layers` among them, for each micro-batch.
     """
     layers = (*subject.architecture.layers, *extra_layers)
     num_experts_layers = sum(layer.is_moe for layer in layers) if subject.is_megatron else 0

@@ -15,7 +15,7 @@ const drawn = { shape: null, cells: [], path: null, inspected: null };
 const colorDimension = () => DIMENSIONS[state.color] ?? null;
 const peersOf = (gpu, dimension) => gpus.filter((other) => other === gpu || dimension.peers(gpu, other));
 
-// By role, highlight a GPU's engine, or its tensor-parallel group if it has no engine.
+// With colors by role, highlight a GPU's engine, or its tensor-parallel group if it has no engine.
 function peerDimension(gpu) {
   if (state.peers && DIMENSIONS[state.peers].rank(gpu) !== null) return DIMENSIONS[state.peers];
   const byColor = colorDimension();

@@ -8,7 +8,7 @@ const MIN_CELL = 17;
 const MAX_CELL = 112;
 const COMFORTABLE_HEIGHT = 640;
 const MAX_PER_ROW = 8; // GPUs side by side in a node
-const SPACIOUS_HEIGHT = 180; // maximum height of one or two rows of nodes
+const SPACIOUS_HEIGHT = 180; // maximum total height of one or two lines of GPUs
 
 // Return the arrangement with the fewest columns of nodes that is not too high; a cell stays large enough to be clicked.
 function arrangement(width, numNodes, perNode) {
@@ -52,7 +52,7 @@ function drawNode(node, shape) {
   );
 }
 
-// `faces`: one or two {color, label} from top to bottom; a GPU that both sides use has two.
+// `faces`: one or two {kind, color, label} from top to bottom; a GPU that both sides use has two.
 function drawCell(gpu, shape, faces, handlers) {
   const { x, y, width, height } = cellBox(gpu, shape);
   const radius = Math.min(5, width / 4);

@@ -120,13 +120,14 @@ class EngineMemory:
     """Part of `weights`: routed experts; a small batch reads only some of them."""
     draft_weights: int
     before: int
-    """Memory in use before the server loads: CUDA, NCCL, and the remainder of a colocated trainer."""
+    """Memory in use before the server loads: CUDA, NCCL, and what a colocated trainer keeps on the GPU."""
     static: int
     """--mem-fraction-static of the memory free at that time: weights, draft weights, states and KV cache."""
     bytes_per_token: int
     """Bytes per token by which SGLang sizes the cache."""
     cached_bytes_per_token: int
-    """Allocated bytes per token; more than `bytes_per_token` for an fp8 cache of sparse attention, whose scales SGLang does not count."""
+    """Allocated bytes per token; more than `bytes_per_token` for an fp8 cache of sparse attention, whose scales SGLang does not count and
+    whose rotary keys it counts as fp8 although they are bf16."""
     kv_tokens: int
     states: int
     """Pool of the states of linear attention, in the static share; 0 without."""

@@ -125,7 +125,8 @@ SPLIT_FRAGMENTATION = 0.12
 four H200s, with 15% of the state on the GPUs (docs/planner-model.md, "Measured")."""
 
 # Megatron trainer, from seventeen runs on H200s (docs/planner-model.md, "Measured"; tests/unit/planner/test_measured.py). To refit with
-# more runs, set workspace to the tensors that are unaccounted for, and the other two so that no run exceeds its plan by more than 1%.
+# more runs, set TRAINER_WORKSPACE_BYTES to the tensors that are unaccounted for, then TRAINER_HELD_BYTES and FRAGMENTATION so that no run
+# exceeds its plan by more than 1%.
 TRAINER_WORKSPACE_BYTES = 400 * MIB
 """Tensors that no formula covers: workspaces of Transformer Engine and cuBLAS, the micro-batch. Measured tensors exceed the formulas by
 0.4 to 0.6 GiB in most runs (-0.2 to 0.9 GiB in all)."""

@@ -114,7 +114,7 @@ def _state_items(subject: Subject, num_ranks: int) -> Iterator[MemoryItem]:
 
 
 def _further_models(subject: Subject, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield the items of models other than the policy, and their parameters on one of `num_ranks` ranks."""
+    """Yield the item names of models other than the policy, and their parameters on one of `num_ranks` ranks."""
     models = {
         # With an adapter, the reference is the policy without it.
         "reference": subject.architecture if subject.config.needs_reference and subject.adapter is None else None,
@@ -156,7 +156,10 @@ def compute_bytes(subject: Subject) -> int:
 
 
 def _gathered(subject: Subject) -> MemoryItem:
-    """Return the gathered units: the current one, the next, and embedding with head, each with its gradients in the compute dtype."""
+    """Return the gathered units: the current layer, the next one, and embedding with head, in the compute dtype.
+
+    Gradients of one layer, embedding and head are included; with an adapter, only those of the adapter.
+    """
     architecture, adapter, quantized = subject.architecture, subject.adapter, QuantizedWeights.of(subject)
     trained_mtp = subject.loaded_mtp_layers if subject.config.train.enable_mtp_training else ()
     layer = max(layer.num_parameters for layer in (*architecture.layers, *trained_mtp))
@@ -240,7 +243,7 @@ def layer_bytes(layer: Layer, architecture: Architecture, size: int) -> float:
         latent = (FP32 + rounded + size) * ((attention.q_lora_rank or 0) + attention.kv_lora_rank)
         heads = size * (2 * query_key + 2 * attention.num_heads * attention.v_head_dim) + latent
     heads += FP32 * attention.num_heads
-    # Of a layer's own embedding: what its gate and its projection read, the gate, and the embedding.
+    # A layer's own embedding keeps the inputs of its gate and of its projection, the gate, and the embedding.
     own_input = size * (hidden + 4 * layer.input_size) if layer.input_size else 0
     kept = norms + heads + 4 * size * architecture.dense_size_of(layer) + own_input
     if not layer.is_moe or experts is None:

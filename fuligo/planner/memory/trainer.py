@@ -144,8 +144,8 @@ def _sum(items: Iterable[MemoryItem]) -> int:
 def _fragmentation(moving: int, optimizer: int | None) -> MemoryItem:
     """Return the memory lost to fragmentation with `moving` bytes of temporary tensors.
 
-    It is at most `moving`, unless the optimizer's state is partly on the CPU: its step then leaves gaps as well, more if `optimizer` bytes
-    of the state are on the GPU.
+    It is at most `moving` if the optimizer's state is on the GPU only (`optimizer` is None). Otherwise the optimizer step leaves gaps as
+    well, more of them the more bytes of the state are on the GPU (`optimizer`).
     """
     held = TRAINER_HELD_BYTES + round(FRAGMENTATION * moving)
     share = f"{FRAGMENTATION:.0%} of the activations' {amount(moving)}"

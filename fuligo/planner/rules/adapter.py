@@ -40,7 +40,7 @@ def adapted_layers_exist(subject: Subject) -> Iterator[Violation]:
 
 @rule("PLAN-LORA-RANK", "--lora-rank", "--lora-adapter")
 def rank_fits_the_layers(subject: Subject) -> Iterator[Violation]:
-    """The rank must not exceed the inputs or outputs of the widest layer that can be adapted: no update can have a higher rank."""
+    """The rank must not exceed the largest number of inputs or outputs of a layer that can be adapted: no update can have a higher rank."""
     adapter = _adapter(subject)
     if adapter is not None and adapter.config.rank > adapter.widest:
         rank, model = adapter.config.rank, subject.architecture.model_type
@@ -73,7 +73,7 @@ def _not_plain(subject: Subject) -> str:
 
 
 def _adapter(subject: Subject) -> AdapterShape | None:
-    """Return the adapter of the subject's flags, which a fix may have changed since its directory was read; None without one."""
+    """Return the adapter that the flags describe, which a fix may have changed since the subject was read; None without one."""
     if subject.adapter_config is None or subject.config.lora.lora_adapter is not None:
         return subject.adapter
     given = adapter_of(subject.config)

@@ -59,7 +59,7 @@ def kernels_suit_the_attention(subject: Subject, spec: EngineGroupSpec) -> Itera
 
 @group_rule("PLAN-ATTENTION-GPU", *(option(name) for name in _BACKENDS), severity=Severity.WARNING)
 def kernels_run_on_the_gpu(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
-    """Some kernels need a Blackwell GPU; FlashAttention 3 needs an Ampere or Hopper GPU."""
+    """Some kernels need a Blackwell GPU; FlashAttention 3 needs an Ampere or Hopper GPU, and a Hopper GPU for latent attention."""
     name_of_gpu = subject.gpu.name
     latent = isinstance(subject.rollout_architecture.attention, LatentAttention)
     for name, backend in _given(spec):

@@ -80,7 +80,7 @@ def every_replica_runs_requests(subject: Subject, spec: EngineGroupSpec) -> Iter
 
 @group_rule("PLAN-SPEC-REQUESTS", "--sglang-speculative-algorithm", "--sglang-max-running-requests", severity=Severity.WARNING)
 def drafting_engines_run_few_requests(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
-    """SGLang runs few requests at a time with speculative decoding, unless given a limit."""
+    """SGLang runs few requests at a time with speculative decoding, unless --sglang-max-running-requests is given."""
     requests, wanted = max_running_requests(spec), _requests_wanted(subject, spec)
     is_given = spec.arguments.get("max_running_requests") is not None
     if is_given or requests is None or wanted <= requests or requests < spec.dp_size or spec.worker_type == "prefill":

@@ -63,7 +63,7 @@ def _sampling(subject: Subject) -> list[EngineGroupSpec]:
 
 
 def _fix(subject: Subject, arguments: Sequence[str], *unset: Change) -> Fix:
-    """Return the changes from the engines' arguments to those that are chosen if these are not given; empty if that is impossible."""
+    """Return the changes to what the planner chooses without `arguments` and with the changes `unset`; empty if it cannot choose."""
     groups = _sampling(subject)
     unset = (*unset, *(set_argument(subject, spec, name, None) for spec in groups for name in arguments))
     try:

@@ -104,7 +104,7 @@ def tree_has_so_many_tokens(subject: Subject, spec: EngineGroupSpec) -> Iterator
 
 @group_rule("PLAN-SPEC-NO-DRAFT", "--sglang-speculative-algorithm", "--sglang-speculative-draft-model-path")
 def there_is_a_draft(subject: Subject, spec: EngineGroupSpec) -> Iterator[Violation]:
-    """Drafts come from the checkpoint's own MTP layer or from a draft model."""
+    """Except with NGRAM, drafts come from the checkpoint's own MTP layer or from a draft model."""
     name = _algorithm(spec)
     if name in (None, "NGRAM") or spec.arguments.get("speculative_draft_model_path") is not None:
         return

@@ -27,7 +27,7 @@ from fuligo.models.tree_attention import tree_attention
 
 
 class PackedCoreAttention(MegatronModule):
-    """Causal softmax attention within each sequence of a packed row, with grouped heads, and keys and values of any head sizes."""
+    """Causal softmax attention within each sequence of a packed row, with grouped heads. Heads of keys and values may differ in size."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """LoRA on the experts of Megatron's MoE layers, as defined by PEFT's `target_parameters`: each expert has a separate A and B.
 
-Gate and up projection are adapted as one matrix. A rank's experts are stacked in one parameter for A and one for B.
+Gate and up projection are adapted as one matrix. For each matrix, the factors A of a rank's experts are stacked in one parameter, and the
+factors B in another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,8 @@ class ExpertsAdapter(nn.Module):
     """Low-rank updates of this rank's experts in one layer.
 
     If an expert's matrix is split over several ranks (expert tensor parallelism), one factor is split in the same way and the other is
-    replicated. A rank's update is then a partial output like that of its part of the matrix, and Megatron's dispatcher sums both. Only the
-    gradients of replicated factors must be summed over these ranks.
+    replicated. A rank's update is then split or partial like the output of its part of the matrix, so Megatron's dispatcher sums the two
+    together. Only the gradients of replicated factors must be summed over these ranks.
 
     Args:
         num_local: number of this rank's experts.

@@ -33,7 +33,7 @@ _OPTIMIZER = (
 _FP8 = ("fp8_format", "fp8_recipe")
 _STAGES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 READ = frozenset((*_MODEL, *LATENT_ATTENTION, "num_experts", *EXPERTS, *_OPTIMIZER, *_FP8, *_STAGES))
-"""Arguments accepted with any value."""
+"""Arguments that the trainer reads. `not_taken` accepts any value; other checks refuse unsupported values."""
 
 DECIDED: Mapping[str, object] = {
     "attention_dropout": 0.0,

@@ -97,7 +97,10 @@ def rows_of(share: ScoreShare | StepShare, settings: MegatronTrainerSettings, de
 
 
 def head_weight(chunk: nn.Module) -> Tensor:
-    """Return the output layer's weight once it is gathered. Only its module's forward pass would wait, but it is used outside of that."""
+    """Return the output layer's weight, after waiting for its gather (`--overlap-param-gather`).
+
+    Megatron waits only in the forward pass of the weight's module, which may not have run.
+    """
     weight = unwrapped(chunk).head_weight
     if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook and weight in chunk.param_to_bucket_group:
         chunk.param_to_bucket_group[weight].finish_param_sync()
@@ -227,7 +230,7 @@ def compute_scores(
 def _replayed(
     chunks: Sequence[nn.Module], rows: Sequence[Row], samples: Sequence[TrainSample], settings: MegatronTrainerSettings
 ) -> AbstractContextManager[dict[int, LayerReplay]]:
-    """Replay the routing recorded in the samples inside the block; do nothing if no sample has a record."""
+    """Inside the block, replay the routing that the samples have recorded; do nothing if no sample has a record."""
     if settings.routing is None or not num_choices(samples):
         return nullcontext({})
     of_rows = [(row.packed, row.tokens, [samples[i] for i in row.plan.samples]) for row in rows]

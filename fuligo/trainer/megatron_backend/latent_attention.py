@@ -23,7 +23,10 @@ from torch import Tensor, nn
 
 
 def latent_attention(modules: BackendSpecProvider, *, norms_apart: bool = False) -> ModuleSpec:
-    """Return the spec of latent attention. With TransformerEngine, norms are fused into the up projections unless `norms_apart`."""
+    """Return the spec of latent attention.
+
+    With TransformerEngine, norms are fused into the up projections, except with an adapter or `norms_apart`.
+    """
     is_local = isinstance(modules, LocalSpecProvider)
     fused = None if norms_apart else modules.column_parallel_layer_norm_linear()
     up = fused or modules.column_parallel_linear()

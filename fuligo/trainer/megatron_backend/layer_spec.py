@@ -68,7 +68,7 @@ class LocalNorm(nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.is_around_zero = config.layernorm_zero_centered_gamma
-        # Under sequence parallelism each TP rank sees only its part of the tokens, so Megatron must sum the gradient over them.
+        # Under sequence parallelism each TP rank sees only its part of the tokens, so Megatron must sum the gradient over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class Learner:
     Args:
         chunks: this rank's stages with initial weights, whose untrained parameters are frozen.
         flag: flag of the learning rate, for error messages.
-        whose: model, such as `of the value model`, for error messages; empty for the policy.
+        whose: phrase that names the model in error messages, such as `of the value model`; empty for the policy.
     """
 
     def __init__(

@@ -153,8 +153,9 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 def _for_autograd(weight: Tensor, grad_weight: Tensor | None) -> Tensor | None:
     """Return the weight's gradient for autograd.
 
-    If the gradient is already in `main_grad`, return a placeholder that triggers Megatron's hooks; they add it only to an embedding's
-    gradient of the same weight (megatron/core/distributed/distributed_data_parallel.py, `_make_backward_post_hook`).
+    If the gradient is already in `main_grad`, return a placeholder that triggers Megatron's hooks. They ignore its values, except if the
+    weight is tied to the embedding in the same stage: autograd then adds the placeholder to the embedding's gradient, so it must be 0
+    (megatron/core/distributed/distributed_data_parallel.py, `_make_backward_post_hook`).
     """
     if grad_weight is None:
         return None

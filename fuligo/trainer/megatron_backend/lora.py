@@ -81,7 +81,7 @@ class LinearAdapter(nn.Module):
         return self.get_parameter(f"{kind}_{factor}")
 
     def _exchange(self, hidden: Tensor) -> Tensor:
-        """Communicate A x [tokens, ..., R] over the TP ranks, so that it and its gradient are complete on each rank."""
+        """Exchange the products of A and the inputs, [tokens, ..., R], over the TP ranks, so that they and their gradients are complete."""
         group = self._group
         if self._split_axis is None or group.size() == 1:
             return hidden

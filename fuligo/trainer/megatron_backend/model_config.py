@@ -26,7 +26,7 @@ Fields = dict[str, Any]
 
 
 def transformer_config(settings: MegatronTrainerSettings) -> TransformerConfig:
-    """Build Megatron's configuration. Raises ConfigError if Megatron refuses the model or its layout."""
+    """Build Megatron's configuration. Raises ConfigError if Megatron or the trainer refuses the model, its layout or a flag."""
     refuse_missing_transport(settings)
     refuse_inexact_blocks(settings)
     refuse_idle_embedding(settings)
@@ -67,7 +67,7 @@ def refuse_missing_transport(settings: MegatronTrainerSettings) -> None:
 
 
 def refuse_inexact_blocks(settings: MegatronTrainerSettings) -> None:
-    """Raise ConfigError if this GPU cannot multiply FP8 values with a float32 scale per block.
+    """Raise ConfigError for `--fp8-recipe blockwise` if this GPU cannot multiply FP8 values with a float32 scale per block.
 
     TransformerEngine 2.12 emulates this from Blackwell on with MXFP8, without an error: only the exponents of scales are used there.
     """

@@ -66,7 +66,8 @@ def mtp_submodules(num_layers: int, layer: ModuleSpec, modules: BackendSpecProvi
 def refuse_idle_embedding(settings: MegatronTrainerSettings) -> None:
     """Refuse a layout in which Megatron would wait forever for a gradient.
 
-    Raises ConfigError if the last stage has a copy of the embedding for the MTP layers that gets no gradient.
+    Raises ConfigError if gradient reduction overlaps with the backward pass (`--overlap-grad-reduce`), but the last stage has a copy of the
+    embedding for the MTP layers that gets no gradient.
     """
     flags, num_layers = settings.model_flags, settings.num_mtp_layers
     is_idle = num_layers > 0 and not settings.mtp.enable_mtp_training and settings.layout.pp > 1

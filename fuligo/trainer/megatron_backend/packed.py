@@ -33,7 +33,7 @@ class RowSequences(PackedSeqParams):
     positions: Tensor | None = None
     """[T] int64 positions of a tree's tokens in their samples; None without a tree."""
     chosen_tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Results of `choose_tokens` by layer, counted from 0. Kept for recomputation of the layers that reuse them in the backward pass."""
+    """Results of `choose_tokens` by layer, counted from 0. Kept for the layers that reuse them, in forward passes and recomputation."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,7 +43,7 @@ class PackedRow:
     input_ids: Tensor
     """[1, L] int64 tokens."""
     position_ids: Tensor
-    """[1, L] int64, counted from 0 in every sequence."""
+    """[1, L] int64, counted from 0 in every sequence; in a tree, in every sample."""
     packed_seq_params: RowSequences
     """Sequences of the whole row; lengths include padding."""
     num_tokens: int
@@ -150,8 +150,8 @@ def _places(bounds: Places, lengths: list[int], positions: Places, cp: int) -> t
 def _packed_seq_params(tokens: PackedTokens, lengths: list[int], cp: int) -> RowSequences:
     """Build Megatron's parameters of the sequences, whose lengths include padding.
 
-    The padded lengths are set only under context parallelism, where TransformerEngine needs them, because it compares them with the others
-    in every layer, which synchronizes the GPU.
+    `cu_seqlens_*_padded` are set only under context parallelism, where TransformerEngine needs them: if they are set, it compares them with
+    the unpadded ones in every layer, which synchronizes the GPU.
     """
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens.input_ids.device)
     padded = cu_seqlens if cp > 1 else None

@@ -40,9 +40,9 @@ class LocalWeight:
     tensor: Tensor
     parts: tuple[LocalPart, ...]
     is_first_copy: bool
-    """True on exactly one of the ranks of a data-parallel replica that hold this part."""
+    """True on exactly one of the ranks that hold this part and have the same rank in `data_parallel`."""
     data_parallel: tuple[int, int]
-    """Rank and size of the data-parallel group, whose ranks hold equal copies."""
+    """Rank and size of the group of data- and context-parallel ranks that hold equal copies (for experts: `RankGroups.expert_copies`)."""
 
     def range_shards(self, name: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
         """Yield shards of the tensor `name`, which has the weight's shape, for elements [start, end) of this rank's flattened part.
@@ -246,7 +246,7 @@ def _row_blocks(weight: Weight, tensor: Tensor, blocks: Sequence[tuple[int, int]
 
 
 def _place(weight: Weight) -> tuple[int, int, tuple[int, int]]:
-    """Return rank and size of the group that may split the weight, and (rank, size) of the data-parallel group with copies of it."""
+    """Return rank and size of the group that may split the weight, and (rank, size) of the group with equal copies of it."""
     groups = rank_groups()
     sharing, copies = groups.tensor, groups.copies
     if weight.expert is not None or isinstance(weight, ExpertsFactor):

@@ -150,7 +150,7 @@ def replayed(
     shape: RoutingShape,
     tp_group: dist.ProcessGroup,
 ) -> Iterator[dict[int, LayerReplay]]:
-    """Send the tokens of these micro-batches to the experts recorded in their samples inside the block. Yield the replays by layer."""
+    """Inside the block, send the tokens of these micro-batches to the experts recorded in their samples. Yield the replays by layer."""
     routers = replayed_routers(chunks, shape)
     layers, sequence_parallel = list(routers), get_model_config(chunks[0]).sequence_parallel
     of_rows = [row_choices(row, tokens, samples, layers, shape) for row, tokens, samples in rows]

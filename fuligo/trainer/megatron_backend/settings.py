@@ -60,7 +60,7 @@ class MegatronTrainerSettings(TrainerSettings):
     routing: RoutingShape | None = None
     """Shape of the recorded experts that training replays; None: the routers choose in every pass."""
     records_routing: bool = False
-    """True: `score` records the routers' choices in the samples; False: samples already have a record, which `score` replays."""
+    """True: `score` returns a record of the routers' choices with the scores; False: it replays the records of samples that have one."""
     pad_multiple_tokens: int = 128
     """Multiple to which the number of tokens of a packed row is padded."""
 

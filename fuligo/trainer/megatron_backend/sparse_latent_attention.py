@@ -1,8 +1,9 @@
 """Sparse latent attention whose choice of tokens several layers share (GLM-5, arXiv 2603.12201).
 
 Megatron-Core 0.16.1 has experimental sparse attention (transformer/experimental_attention_variant/dsa.py), but it supports neither packed
-rows nor context parallelism, has an indexer in every layer, and rotates the last elements of the indexer's heads instead of the first, as
-checkpoints require. Here only latents and the indexer's keys are gathered over ranks, and per-head keys and values are never materialized.
+rows nor context parallelism, has an indexer in every layer, and rotates the last elements of the indexer's heads, although checkpoints
+require rotating the first. Here only latents and the indexer's keys are gathered over ranks, and per-head keys and values are never
+materialized.
 """
 
 from collections.abc import Mapping
@@ -91,7 +92,7 @@ class UpProjection(nn.Module):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the parts for keys [H / tp, key size, R] and for values [H / tp, value size, R]."""
+        """Return the parts for keys [H / tp, key size, kv_lora_rank] and for values [H / tp, value size, kv_lora_rank]."""
         keys, values = self.weight.view(self.shape).tensor_split([self.key_size], dim=1)
         return keys, values
 

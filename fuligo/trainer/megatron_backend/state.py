@@ -5,7 +5,7 @@
 common.pt, metadata.json  metadata of Megatron-Core's torch_dist checkpoints
 model/                    config.json and tokenizer of the model, and the list of tensors in its Hugging Face checkpoint
 rng/                      random state of every rank
-trainer.json              counters, and the layout
+trainer.json              counters, the layout and, in a LoRA run, the digest of the base weights
 critic/                   the same files for the value model, if there is one
 adapter/                  LoRA runs: the adapter in float32 as a PEFT directory; *.distcp then contain only the adapter and its optimizer
                           state, no base weights
@@ -108,9 +108,10 @@ class CheckpointWriter:
             _agreed(self._world, partial(_write_adapter, directory, state, adapter))
 
     def begin(self, states: Mapping[Path, MegatronState], *, model_files: Path) -> Future[None]:
-        """Copy the state to host memory, and write it in the background. A collective.
+        """Write the small files, copy the tensors to host memory, and write the copies in the background. A collective.
 
-        The future completes on each rank when all ranks have written, with a CheckpointError if one of them could not write.
+        The future completes on each rank when all ranks have written their shards, with a CheckpointError if one of them could not write.
+        Rank 0's future also covers the adapter. Raises CheckpointError, on every rank, if one could not write its small files.
         """
         if self._thread is None:
             self._thread = ComputeThread("checkpoint writer")
@@ -148,7 +149,8 @@ def restore_state(directory: Path, state: MegatronState, world: World) -> None:
     Names and shapes are checked before any state changes. If the layout differs, every rank keeps its current random state.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; raised on every rank.
+        CheckpointError: a file is missing or truncated, or the checkpoint belongs to another model; raised on every rank. Also raised, on
+            the ranks that read it, if a weight contains NaN or infinities.
     """
     opened = _agreed(world, lambda: _Opened.of(directory, state, world))
     _read_weights(opened.tensors, opened.weights)
@@ -179,7 +181,8 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module], names: ModelNames
     """Load this rank's weights, in place and in their data types, from a distributed checkpoint. A collective.
 
     The head of a value model (`value_names`) is not changed if the checkpoint is that of a policy. Raises CheckpointError, on every rank,
-    if a file is missing or truncated, or the checkpoint belongs to another model.
+    if a file is missing or truncated, or the checkpoint belongs to another model; on the ranks that read it, if a weight contains NaN or
+    infinities.
     """
 
     def opened() -> tuple[DistributedTensors, list[LocalWeight]]:

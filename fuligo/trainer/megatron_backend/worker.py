@@ -98,7 +98,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
     """Worker with this rank's stages of policy and value model, their optimizers and counters; other models are kept in host memory."""
 
     def __init__(self, settings: MegatronTrainerSettings, world: World) -> None:
-        """Load weights and build the optimizers. Raises CheckpointError or ConfigError if files, model, layout and flags do not fit."""
+        """Load weights and build the optimizers. Raises CheckpointError or ConfigError if files, model, layout and flags do not match."""
         super().__init__(settings, world)
         join_megatron(settings.layout, world, settings.seed, timeout_s=settings.command_timeout_s)
         assert parallel_state.get_data_parallel_rank() == settings.replica_of(world.rank)
@@ -227,7 +227,7 @@ class MegatronRankWorker(RankWorker[MegatronTrainerSettings, Critic, HostWeights
     def _optimizer_steps(self, step: StepShare) -> tuple[list[StepGradients | None], dict[str, float]]:
         found = super()._optimizer_steps(step)
         if self.settings.optimizer_place.optimizer_cpu_offload and self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # otherwise the cache grew by 20 GiB per step
+            torch.cuda.empty_cache()  # without this, the cache grew by 20 GiB per step
         return found
 
     def _end_rollout(self) -> None:

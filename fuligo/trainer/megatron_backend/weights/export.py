@@ -63,7 +63,7 @@ class _Owners:
     stage: int
     """First pipeline rank that holds the weight."""
     expert_rank: int | None
-    """Expert-parallel rank that holds the weight; None: all ranks hold it."""
+    """Expert-parallel rank that holds the weight; None: the weight is not that of a single expert."""
     has_all_experts: bool = False
     """True if the weight covers all experts, so that the ranks that together hold all experts share it."""
 
@@ -93,7 +93,7 @@ def _items(stages: list[Shapes], names: ModelNames, groups: RankGroups, dtype: t
         has_all_experts = isinstance(weight, ExpertsFactor)
         name, expert_rank, group = weight.megatron, None, groups.experts if has_all_experts else groups.tensor
         if weight.expert is not None:
-            # `stages` contains only this rank's experts; experts of other ranks have the stage and shape of this rank's at the same place.
+            # `stages` contains only this rank's experts; those of other ranks have the stage and shape of this rank's at the same index.
             expert_rank, place = divmod(weight.expert, per_rank)
             name, group = with_expert(name, place + groups.expert.rank() * per_rank), groups.expert_tensor
         stage = next((rank for rank, shapes in enumerate(stages) if name in shapes), None)
@@ -127,7 +127,7 @@ class _Exchange:
         self._device = device
 
     def gather(self, batch: Sequence[_Item]) -> list[list[Tensor]]:
-        """Gather the parts of each item from its owners; return each item's parts on all ranks."""
+        """Gather the parts of each item from its owners; every rank returns all parts of each item."""
         parts: dict[str, list[Tensor]] = {}
         for num_shards in sorted({item.num_shards for item in batch}):
             items = [item for item in batch if item.num_shards == num_shards]

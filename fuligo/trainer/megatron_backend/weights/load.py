@@ -23,7 +23,7 @@ from fuligo.trainer.parameters import require_finite_weights
 logger = logging.getLogger(__name__)
 
 NUM_READERS = 4
-"""Number of threads that read weights, because copies wait for file pages and for transfers to the GPU."""
+"""Number of threads that read weights; several, because a copy waits for file pages and for the transfer to the GPU."""
 
 
 def load_hugging_face(chunks: Sequence[nn.Module], directory: Path, *, is_value_model: bool = False) -> None:

@@ -24,7 +24,8 @@ NUM_LISTED = 5
 class StoredWeights:
     """Checkpoint with exactly the weights of a model, and possibly more MTP layers. Files are opened on first use. Thread-safe.
 
-    Raises CheckpointError if files are damaged, or tensors are missing, unknown, or have shapes that contradict config.json.
+    Raises CheckpointError if weights are quantized, there are fewer than `num_mtp_layers` MTP layers, files are damaged, or tensors are
+    missing, unknown, or have shapes that contradict config.json.
     """
 
     def __init__(self, directory: Path, names: ModelNames, num_mtp_layers: int) -> None:

@@ -21,8 +21,8 @@ COMPILED_KINDS = 32
 def can_compile(model: PreTrainedModel) -> bool:
     """Return whether the model's layers can be compiled.
 
-    It supports neither experts (their number of tokens depends on the data), latent attention (heads differ in size), Gated DeltaNet
-    (runs per sequence), vision towers (run per image), nor layers that share keys and values (passed on in a dictionary).
+    Compilation supports neither experts (their number of tokens depends on the data), latent attention (heads differ in size), Gated
+    DeltaNet (runs per sequence), vision towers (run per image), nor layers that share keys and values (passed on in a dictionary).
     """
     if has_tower(model.config) or getattr(model.config, "num_kv_shared_layers", 0):
         return False

@@ -28,7 +28,8 @@ class Learner:
 
     Args:
         model: model that is already sharded and whose untrained parameters are frozen.
-        flag, whose: flag of the learning rate, and model such as `of the value model`, for error messages.
+        flag: flag of the learning rate, for error messages.
+        whose: phrase that names the model in error messages, such as `of the value model`; empty for the policy.
     """
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings, world: World, *, flag: str = "--lr", whose: str = "") -> None:
@@ -163,7 +164,7 @@ def _sum_gradients(
 def compute_scores(
     model: PackedModel, share: ScoreShare, device: torch.device, of: Callable[[Any], Tensor] = lambda outputs: outputs
 ) -> dict[int, FloatArray]:
-    """Run the model on this rank's samples; return [R] scores, selected from its outputs by `of`, by position in the whole list."""
+    """Run the model on this rank's samples; return [R] scores, which `of` selects from its outputs, by position among all samples."""
     found: dict[int, FloatArray] = {}
     for plan in share.schedule.plans:
         tokens = pack_tokens([share.samples[i] for i in plan.samples], device, shared=plan.shared)

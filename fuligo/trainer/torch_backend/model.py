@@ -100,8 +100,8 @@ class PackedModel(nn.Module):
     def make_batch_invariant(self, device: str, *, ranks: int = 1) -> None:
         """Make a token's outputs bitwise independent of the other sequences in the row, on devices of type `device`.
 
-        With several `ranks`, the rounding of an engine's tensor-parallel GPUs is reproduced. Raises TrainerError if the model has layers
-        without batch-invariant operations.
+        With several `ranks`, the rounding of an engine's tensor-parallel GPUs is reproduced. Raises TrainerError if there are no
+        batch-invariant operations for the model's layers, or for this GPU.
         """
         because = batch_variant_because(self.model.config.to_dict(), device)
         if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):

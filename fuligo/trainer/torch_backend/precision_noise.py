@@ -132,7 +132,7 @@ def _reserve(parameters: Iterable[Tensor], dtype: torch.dtype, world: World) -> 
     """Make sure, before the ranks gather them, that there is memory for full parameters of `dtype` and for gathering the largest one.
 
     A rank that ran out of memory in a gather would leave the others waiting. Raises OutOfMemoryError if this rank lacks memory, or
-    _OtherRankFailedError.
+    _OtherRankFailedError if another rank has failed.
     """
     sizes = [parameter.numel() for parameter in parameters] or [0]
     torch.empty(sum(sizes) * dtype.itemsize + 2 * max(sizes) * torch.bfloat16.itemsize, dtype=torch.uint8, device=world.device)

@@ -153,7 +153,7 @@ def restore_state(directory: Path, state: TrainingState, world: World) -> None:
     the run's initial value model is kept.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or belongs to another architecture; names it.
+        CheckpointError: a file is missing or truncated, belongs to another architecture or base model, or contains NaN or infinities.
     """
     counters = Counters.read(directory, "torch")
     if counters.base_digest != state.base_digest:

@@ -22,8 +22,8 @@ SHARD_BYTES = 4 * 1024**3
 def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model") -> None:
     """Write `<stem>-00000.safetensors`, ... and `<stem>.safetensors.index.json` into `directory`, which is created if missing.
 
-    GPU tensors are copied to the host one at a time, and host memory holds at most one shard of them. Raises CheckpointError if a file
-    cannot be written.
+    GPU tensors are copied to the host one at a time, and host memory holds at most one shard of them. Raises CheckpointError or OSError
+    if a file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
@@ -34,7 +34,7 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
         try:
             with default_mode(directory / file):
                 save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:  # also wraps disk errors
+        except (OSError, SafetensorError) as error:  # SafetensorError also wraps disk errors
             raise CheckpointError(f"cannot write {directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)

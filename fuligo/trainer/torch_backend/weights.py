@@ -92,7 +92,7 @@ def keeps_dtype(name: str, tensor: HeldTensor) -> bool:
 
 
 def named_weights(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and full tensors except those of an adapter; floating-point parameters are cast to `dtype`.
+    """Yield names and full tensors except those of an adapter; floating-point tensors are cast to `dtype` unless `keeps_dtype`.
 
     A collective if the model is sharded: every rank must iterate to the end. A tensor may share the model's memory, so callers must neither
     change nor keep it.

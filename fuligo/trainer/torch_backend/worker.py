@@ -288,7 +288,7 @@ def made_up_row(policy: Policy, max_tokens: int, device: torch.device, *, shares
 
 
 def policy_loss(policy: Policy, row: PackedTokens, *, uses_entropy: bool, mtp: MTPTraining | None) -> Tensor:
-    """Return a loss with a training step's gradients, including those of entropies and MTP layer if the step has them."""
+    """Return a loss with the backward pass of a training step, including that of entropies and MTP layer if the step trains on them."""
     if mtp is None:
         outputs, further = policy(row), None
     else:

@@ -53,11 +53,11 @@ def main(arguments: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's options."""
     made = argparse.ArgumentParser("fuligo import-script", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("script", type=Path, help="bash script that starts train.py, directly or by `ray job submit`")
+    made.add_argument("script", type=Path, help="bash script that starts train.py, directly or with `ray job submit`")
     made.add_argument("argument", nargs="*", help="arguments of the script: $1, $2, ...")
     made.add_argument("--output", type=Path, metavar="FILE", help="write the config to this new file instead of printing it")
     made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable for the script; repeatable")
-    made.add_argument("--root", type=Path, metavar="DIR", help="folder that the script may read (default: the folder of the script)")
+    made.add_argument("--root", type=Path, metavar="DIR", help="further folder that the script may read, besides its own")
     made.add_argument(
         "--map", action="append", default=[], metavar="PATH=DIR", help="mount DIR at PATH, a path that the script expects; repeatable"
     )

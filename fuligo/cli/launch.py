@@ -127,7 +127,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command's own options."""
     made = argparse.ArgumentParser("fuligo launch", usage="\n" + DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--hostfile", help="host file, one address per line")
+    made.add_argument("--hostfile", help="hostfile, one address per line")
     made.add_argument("--head-port", type=int, default=6379, help="port of Ray on this machine (default: 6379)")
     made.add_argument("--ssh", help=f"template for running a command on a host (default: {SSH}; in a Slurm job, srun)")
     made.add_argument("--timeout-s", type=float, default=300.0, help="seconds within which all hosts must join (default: 300)")

@@ -204,6 +204,6 @@ def slots_here(num_slots: int, device: Device, environment: Mapping[str, str] = 
     if visible is not None and num_slots > (num_visible := len([gpu for gpu in visible.split(",") if gpu.strip()])):
         raise ConfigError(
             f"cannot offer {count(num_slots, 'GPU')} of this machine ({socket.gethostname()}): CUDA_VISIBLE_DEVICES={visible} leaves "
-            f"{num_visible}; write slots={num_visible} for it in the host file (or --slots {num_visible}), or set CUDA_VISIBLE_DEVICES"
+            f"{num_visible}; write slots={num_visible} for it in the hostfile (or --slots {num_visible}), or set CUDA_VISIBLE_DEVICES"
         )
     return max(num_cores(), num_slots), num_slots

@@ -112,8 +112,8 @@ def shard_problems(shards: tuple[Shard, ...], quantization: Quantization) -> Ite
         rows = quantization.block_size[0]
         if spanned := [f"{tensor.name} {list(tensor.shape)}" for tensor in matrices if _part_rows(tensor) % rows]:
             yield (
-                f"blocks of {rows} rows do not divide {_listed(spanned)}: engines fuse this matrix with others, and no block may span "
-                "two of them; use --strategy channel, or a --block-size that divides its rows (DeepEP supports 128 128 only)"
+                f"blocks of {rows} rows do not divide {_listed(spanned)}: engines fuse these matrices with others, and no block may span "
+                "two of them; use --strategy channel, or a --block-size that divides their rows (DeepEP supports 128 128 only)"
             )
     if quantization.strategy == "tensor" and any(_module(tensor) == "q_a_proj" for tensor in matrices):
         yield (

@@ -127,7 +127,7 @@ def import_script(
     folders = _folders(script, root, maps or {}, allowed.get("HOSTFILE"))
     text = script.read_bytes().decode("utf-8", errors="replace")
     if "\r\n" in text:
-        problem = "its lines end as on Windows, so bash reads `\\r` as a part of their last words"
+        problem = "it has Windows line endings, so bash reads `\\r` as part of the last word of each line"
         raise ConfigError(f"cannot import {script.name}: {problem}; convert it with sed -i 's/\\r$//' {script.name}")
     named = list(dict.fromkeys(_INTERPRETER.findall(text)))
     task = _Script(script, tuple(arguments), allowed, folders, has_nvlink, seconds, stand_ins=named)
@@ -163,7 +163,7 @@ def _only_launch(findings: Findings, report: Mapping[str, Any], task: _Script, u
         raise ConfigError(f"cannot import {name}: it starts {len(findings.launches)} training jobs ({places}); keep one")
     [launch] = findings.launches
     if word := next((word for word in launch.arguments if "\r" in word), None):
-        problem = f"a file that it reads has lines that end as on Windows, so bash read {word!r} as an argument"
+        problem = f"a file that it reads has Windows line endings, so bash read {word!r} as an argument"
         raise ConfigError(f"cannot import {name}: {problem}; convert that file with sed -i 's/\\r$//'")
     return launch
 

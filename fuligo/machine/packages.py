@@ -55,7 +55,7 @@ def temporary_problem() -> str | None:
         try:
             tempfile.gettempdir()
         except FileNotFoundError as error:  # lists the directories that were tried
-            return f"cannot write temporary files: {error.strerror}; free space there, or set TMPDIR to a directory that can be written to"
+            return f"cannot write temporary files: {error.strerror}; free space there, or set TMPDIR to a writable directory"
         return None
     try:
         with tempfile.TemporaryFile(dir=Path(chosen).absolute(), buffering=0) as file:

@@ -68,7 +68,7 @@ def kernels_run_on_the_gpu(subject: Subject, spec: EngineGroupSpec) -> Iterator[
         if backend == "fa3" and not hopper:
             needs = "Hopper GPUs for latent attention" if latent else "Ampere or Hopper GPUs"
         if needs:
-            text = f"{placed(spec, name)} needs {needs}, but --gpu is {name_of_gpu}"
+            text = f"{placed(spec, name)} needs {needs}, but the GPU is {name_of_gpu}"
             yield Violation(text, set_each(subject, spec, name, None))
 
 

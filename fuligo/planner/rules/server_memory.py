@@ -139,6 +139,6 @@ def gpu_computes_fp8(subject: Subject) -> Iterator[Violation]:
         return
     if serving_policy(subject):
         yield Violation(
-            f"--hf-checkpoint holds FP8 weights, but {subject.gpu.name} (--gpu) does not compute in FP8, and block kernels may be missing",
+            f"--hf-checkpoint holds FP8 weights, but {subject.gpu.name} does not compute in FP8, and block kernels may be missing",
             advice="use the BF16 checkpoint on this GPU",
         )

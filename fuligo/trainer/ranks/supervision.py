@@ -41,7 +41,8 @@ async def finish(command: str, ranks: Sequence[RankHandle], calls: Sequence[Awai
             await _wait_for_one(parts, deadline)
             late = [rank for rank, part in zip(ranks, parts, strict=True) if not part.done()]
             if late and time.monotonic() >= deadline:
-                others = "" if len(late) == 1 else f" (nor did ranks {', '.join(str(rank.rank) for rank in late[1:])})"
+                numbers = ", ".join(str(rank.rank) for rank in late[1:])
+                others = f" (nor did {'rank' if len(late) == 2 else 'ranks'} {numbers})" if numbers else ""
                 raise lost(late[0], phase, f"did not finish within {timeout_s:g} s{others}")
         grace_end = time.monotonic() + GRACE_S
         while not (all(part.done() for part in parts) or any(_is_lost(part) for part in parts)) and time.monotonic() < grace_end:

@@ -62,9 +62,13 @@ def _require_same_architecture(directory: Path, model: PreTrainedModel, policy: 
     if different := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
         name = different[0]
         raise CheckpointError(
-            f"cannot load the value model {directory}: it must have the policy's architecture, but {name} is {ours.get(name, 'absent')} "
-            f"there and {theirs.get(name, 'absent')} in the policy; use another --critic-load, or none to start from the policy's weights"
+            f"cannot load the value model {directory}: it must have the policy's architecture, but {name} is {_shown(ours.get(name))} "
+            f"there and {_shown(theirs.get(name))} in the policy; use another --critic-load, or none to start from the policy's weights"
         )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"
 
 
 class Critic(BaseCritic):

@@ -308,7 +308,7 @@ def check_packed_forward(policy: Policy, *, shares_prefixes: bool = False) -> No
         raise TrainerError(
             f"cannot train {type(model).__name__} ({model.config.model_type}): log-probabilities of packed sequences differ by "
             f"{difference:.2g} from its forward pass in transformers, because its attention or logits have a feature that the torch "
-            "trainer does not support (such as recurrent state, logit scaling or soft-capping); choose another model"
+            "trainer does not support (such as logit scaling or soft-capped attention scores); choose another model"
         )
     logger.debug("%s: packed forward checked, largest difference %.2g", type(model).__name__, difference)
 

@@ -272,12 +272,12 @@ def test_commands_that_are_not_known_are_noted(imported: Import):
 
 
 def test_line_ends_of_windows_are_refused(imported: Import):
-    with pytest.raises(ConfigError, match=r"its lines end as on Windows.*sed -i 's/\\r\$//' run\.sh"):
+    with pytest.raises(ConfigError, match=r"it has Windows line endings.*sed -i 's/\\r\$//' run\.sh"):
         imported("python3 train.py --prompt-data d.jsonl\r\n")
 
 
 def test_line_ends_of_windows_in_a_file_that_the_script_reads_are_refused(imported: Import):
-    with pytest.raises(ConfigError, match=r"has lines that end as on Windows, so bash read '/models/policy\\r' as an argument.*sed -i"):
+    with pytest.raises(ConfigError, match=r"has Windows line endings, so bash read '/models/policy\\r' as an argument.*sed -i"):
         imported("source <(printf 'MODEL=/models/policy\\r\\n')\npython3 train.py --hf-checkpoint $MODEL --colocate")
 
 

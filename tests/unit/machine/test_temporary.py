@@ -35,6 +35,6 @@ def test_without_tmpdir_one_of_the_usual_directories_is_enough(monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     assert temporary_problem() == (
-        "cannot write temporary files: No usable temporary directory found in ['/proc']; free space there, or set TMPDIR to a directory "
-        "that can be written to"
+        "cannot write temporary files: No usable temporary directory found in ['/proc']; free space there, or set TMPDIR to a "
+        "writable directory"
     )

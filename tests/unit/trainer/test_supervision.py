@@ -104,7 +104,7 @@ async def test_a_rank_that_failed_is_named_though_others_hang_or_fail_in_consequ
 
 async def test_late_ranks_are_named() -> None:
     said = await failure(says(Answer("result")), says(Answer(), HANGS_S), says(Answer(), HANGS_S), timeout_s=0.2)
-    assert "trainer rank 1 on 10.0.0.1 did not finish within 0.2 s (nor did ranks 2) during `train`" in said
+    assert "trainer rank 1 on 10.0.0.1 did not finish within 0.2 s (nor did rank 2) during `train`" in said
     said = await failure(says(Answer("result"), HANGS_S), says(Answer()), says(Answer()), timeout_s=0.2)
     assert "trainer rank 0 on 10.0.0.0 did not finish within 0.2 s during `train`" in said
 

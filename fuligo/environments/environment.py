@@ -127,17 +127,18 @@ class ToolResult:
 class Environment(ABC):
     """Environment of one episode. The run creates one per sample, `EnvironmentClass(row, settings)`, and closes it at the end.
 
-    Each episode runs in a separate process, unless `isolated` is False or --environment-isolation is `none`. Then the methods run on the
-    event loop of the run: they must await anything that takes time, and move computation to `asyncio.to_thread`. A method that raises or
-    takes longer than --turn-timeout-s fails only its own sample.
+    Each episode runs in a separate process, unless `isolated` is False, --environment-isolation is `none`, or other processes cannot run
+    the class (`isolation.factory.is_isolated`). Without a separate process, the methods run on the event loop of the run: they must await
+    anything that takes time, and move computation to `asyncio.to_thread`. A method that raises or takes longer than --turn-timeout-s fails
+    only its own sample.
     """
 
     Settings: ClassVar[type[EnvironmentSettings]] = EnvironmentSettings
-    """Model of --environment-settings; a subclass of `EnvironmentSettings` with typed fields."""
+    """Pydantic model of --environment-settings; a subclass of `EnvironmentSettings` with typed fields."""
     resumable: ClassVar[bool] = False
     """True if `state` and `restore` let an interrupted episode continue; otherwise it starts over."""
     isolated: ClassVar[bool] = True
-    """False if episodes share mutable objects, such as a match; all of them then run in the process of the run."""
+    """False if episodes share mutable objects, such as a match; all episodes then run in the process of the run."""
 
     def __init__(self, row: Row, settings: Any) -> None:
         self.row = row

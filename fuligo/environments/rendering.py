@@ -129,7 +129,7 @@ class Renderer:
         whole conversation must then be rendered again. Raises DataError if the template rejects the messages.
 
         Args:
-            messages: the conversation up to the assistant message that was parsed from `sampled`
+            messages: the conversation up to and including the assistant message that was parsed from `sampled`
             sampled: ids of that turn, with its end token if there is one
             new: messages that follow
             text: the text of `sampled`, if it is known
@@ -183,7 +183,7 @@ class Renderer:
         return list(self._known_ids(text)) if len(text) <= _MAX_KNOWN_CHARS else rendered_ids(self._tokenizer, text)
 
     def _after_turn(self, rest: str, text: str, opened: bool) -> list[int] | None:
-        """Return the ids from the end token of a turn on if the template renders the turn differently but equivalently, else None.
+        """Return the ids from the turn's end token on, if the template renders the turn differently but equivalently; else None.
 
         `rest` is the template's text from the turn on, `text` the turn as sampled; `opened` says whether the prompt opens the thinking.
         """
@@ -234,7 +234,10 @@ class Renderer:
         return self._template.prompt([self._shown(message) for message in messages], [tool.to_json() for tool in tools] or None)
 
     def _find_call_form(self) -> _CallForm:
-        """Return the first form in which the template renders a tool call completely, and from which the same call is parsed."""
+        """Return the first form in which the template renders a tool call completely, and from which the same call is parsed.
+
+        If there is none, calls are written into the content.
+        """
         question: Messages = [{"role": "user", "content": "q"}]
         for form, call in product(_FORMS, _PROBE_CALLS):
             message = AssistantTurn("", tool_calls=(call,)).message()

@@ -15,9 +15,12 @@ _CALL_TAG = r"<tool_call>(.*?)(?:</tool_call>|\Z)"
 
 
 def _schema(calls: str, items: dict[str, Any], removed: str | None = None) -> dict[str, Any]:
-    """Return the schema of a format with a regular expression of one tool call, and the schema of the text that it captures.
+    """Return the schema of a format.
 
-    `removed` is the regular expression of the text that is not content; None: `calls`.
+    Args:
+        calls: regular expression of one tool call
+        items: schema of the text that `calls` captures
+        removed: regular expression of the text that is not content; None: `calls`
     """
     without_thinking = [[THINKING, ""]]
     return {

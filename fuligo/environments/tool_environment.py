@@ -41,7 +41,7 @@ class RunsTool(Protocol):
 class ToolFunction:
     """Tool made from a typed function; name, description and schema follow from its name, docstring and signature.
 
-    A plain function runs in a separate thread, so that it may block; the thread of a call that never returns lasts until the run ends.
+    A plain function runs in a separate thread, so that it may block; the thread of a call that never returns lasts until its process ends.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -83,7 +83,7 @@ class ToolEnvironment(Environment):
     """Environment in which the model calls tools until it answers without a call; a subclass defines the task and judges the answer."""
 
     def __init__(self, row: Row, settings: Any, tools: Sequence[RunsTool | Callable[..., Any]] = ()) -> None:
-        """Store the tools: objects such as those of `fuligo.environments.tools`, or typed functions."""
+        """Store the tools: objects with a method `call`, such as `McpTool`, or typed functions, such as `SearchTool.search`."""
         super().__init__(row, settings)
         runners = [cast(RunsTool, tool) if hasattr(tool, "call") else ToolFunction(cast(Callable[..., Any], tool)) for tool in tools]
         self._tools: dict[str, RunsTool] = {runner.name: runner for runner in runners}

@@ -72,7 +72,7 @@ class McpServer:
 
     @classmethod
     async def connect(cls, settings: McpSettings) -> "McpServer":
-        """Connect and read the tools. Raises ConfigError if mcp is not installed, RolloutError if the server does not answer."""
+        """Connect and read the tools. Raises ConfigError if mcp is not installed, RolloutError if the server does not start or answer."""
         server = cls(settings)
         try:
             async with asyncio.timeout(settings.timeout_s):

@@ -23,8 +23,8 @@ from fuligo.types import Sample
 
 _KEY = "reasoning_gym"
 SEED_STRIDE = 10_000_000
-"""Distance of the package's seeds for consecutive values of --seed. The package draws task i with the dataset's seed plus i, so datasets
-with neighboring seeds would contain the same tasks."""
+"""Distance between the package's seeds for consecutive values of --seed. The package draws task i with the dataset's seed plus i, so
+datasets with neighboring seeds would share most of their tasks."""
 
 
 class Task(BaseModel):
@@ -45,6 +45,9 @@ def rows(dataset: str, config: Mapping[str, Any], *, style: str = "default") -> 
         dataset: name, such as `leg_counting`
         config: arguments of the dataset, such as `size` and `seed`
         style: key of `reasoning_gym.utils.SYSTEM_PROMPTS`; each of these system prompts asks for <answer> tags
+
+    Raises:
+        ConfigError: reasoning-gym is not installed, or the dataset, its arguments or the style are invalid
     """
     text = orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS).decode()
     generated = _dataset(dataset, text)

@@ -34,7 +34,7 @@ class TextArena(Environment):
     Settings: ClassVar[type[EnvironmentSettings]] = TextArenaSettings
 
     def __init__(self, row: Row, settings: TextArenaSettings) -> None:
-        """Create the game. Raises ConfigError if textarena is not installed, the game does not exist, or the row has no seed."""
+        """Create the game. Raises ConfigError if textarena, the game or the row's seed is missing, or the arguments are invalid."""
         super().__init__(row, settings)
         try:
             textarena = importlib.import_module("textarena")

@@ -52,7 +52,7 @@ async def play(session: Any, row: Row) -> float:
             " `python -m fuligo.environments.adapters.verifiers` and set --metadata-key metadata"
         ) from None
     verifiers, environment = _library("verifiers.v1"), _environment(task.config)
-    # verifiers reads keys only from environment variables, and hides variables with such names from the programs that it runs.
+    # verifiers reads keys only from environment variables, and hides those with API_KEY in their name from the programs that it runs.
     variable = f"FULIGO_API_KEY_{secrets.token_hex(8)}"
     os.environ[variable] = session.api_key
     try:

@@ -102,8 +102,8 @@ class IsolatedFactory(EnvironmentFactory):
 def environment_factory(config: Config) -> EnvironmentFactory:
     """Load the environment class of a configuration and, if it is isolated, start the process that its episodes are forked from.
 
-    Raises HookError if the class does not fit, ConfigError if its settings are invalid or it cannot be isolated, and RolloutError if the
-    process does not start.
+    Raises HookError if the class cannot be imported or does not fit, ConfigError if its settings are invalid or it cannot be isolated, and
+    RolloutError if the process does not start.
     """
     flags = config.rollout
     assert flags.environment is not None

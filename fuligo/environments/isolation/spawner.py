@@ -105,7 +105,7 @@ def main() -> None:
 
 @contextmanager
 def _ends_with_run(control: socket.socket) -> Iterator[None]:
-    """End this process, and those that it started, if the run ends during the block; otherwise a hanging import would outlive the run."""
+    """End this process, and those that it started, if the run ends during the block, so that a hanging import does not outlive it."""
     watched = select.poll()
     watched.register(control, 0)  # hang-ups are always reported
 
@@ -154,7 +154,7 @@ class _Spawner:
     settings: SpawnerSettings
     running: set[int] = field(default_factory=set)
     statuses: dict[int, int | None] = field(default_factory=dict)
-    """Exit statuses that the run has not asked for yet, by process id; None if the process was killed."""
+    """Exit statuses that the run has not asked for yet, by process id; None if the spawner killed the process."""
     deadlines: dict[int, float] = field(default_factory=dict)
     """Monotonic times at which processes that should end are killed, by process id."""
     asked: set[int] = field(default_factory=set)
@@ -242,7 +242,7 @@ class _Spawner:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kill processes that ended episodes left in other sessions, and which thereby became children of this process."""
+        """Kill the processes that an episode started outside its process group. They became children of this process when it ended."""
         for pid in processes.children():
             if pid not in self.running and worker.mark(pid) == worker.MARK != self.own_mark:
                 with suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The run's end of the process that forks the processes of episodes (`spawner.py`), and the log of what environments print."""
+"""The run's connection to the process that forks the processes of episodes (`spawner.py`), and the log of what environments print."""
 
 import asyncio
 import json
@@ -45,7 +45,8 @@ class SpawnerProcess:
     def start(self) -> None:
         """Start the process that the others are forked from, unless it is running.
 
-        Raises ConfigError if it cannot import the environment or take its settings, and RolloutError if it does not answer.
+        Raises ConfigError if it cannot load the environment, the environment's module starts threads, or the settings are too large, and
+        RolloutError if it does not answer.
         """
         with self._starting:  # several episodes may notice at once that the process has ended
             self._start()
@@ -94,7 +95,10 @@ class SpawnerProcess:
             logger.info("withheld from environments: %s (--environment-variables hands them over)", withheld)
 
     async def send_descriptor(self, descriptor: int) -> None:
-        """Ask for a process, and wait while many others are being started."""
+        """Ask for a process that serves the socket `descriptor`; wait while many others are being started.
+
+        Raises BrokenPipeError or ConnectionResetError if the process that forks them has ended.
+        """
         while True:
             if self._control is None:
                 raise BrokenPipeError

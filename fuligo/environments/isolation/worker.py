@@ -52,7 +52,7 @@ class _Pool(ThreadPoolExecutor):
 
 
 async def serve(connection: socket.socket, factory: EnvironmentFactory, withheld: frozenset[str]) -> None:
-    """Serve one episode after the other until the run closes the connection.
+    """Serve one episode after another until the run closes the connection.
 
     `withheld`: names of environment variables that the run did not hand over.
     """

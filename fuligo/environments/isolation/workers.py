@@ -66,7 +66,10 @@ class Workers:
             await asyncio.sleep(_RETRY_S)
 
     async def _started(self) -> "Worker | None":
-        """Start a process; return None if there is no room for it. Raises FailureError if there is no other process to wait for."""
+        """Start a process; return None if that fails, or there is no room for it, while other processes exist.
+
+        Raises FailureError if the process does not start and there is no other one to wait for.
+        """
         self._num_starting += 1
         try:
             worker = await self._new()
@@ -161,7 +164,7 @@ class Worker:
         self._received = bytearray()
         self._num_requests = 0
         self._awaited: int | None = None
-        """Number of the request without a reply."""
+        """Number of the request that has no reply yet; None if there is none."""
         self._is_broken = False
         """True if a request was sent in part, or a reply was malformed."""
         self._is_stuck = False
@@ -194,7 +197,7 @@ class Worker:
         return reply
 
     async def cancel(self) -> bool:
-        """Cancel the call in progress, if there is one; return False if the process does not react."""
+        """Cancel the call in progress, if there is one; return False if the process did not confirm that."""
         if self._awaited is None:
             return True
         if self._is_broken:

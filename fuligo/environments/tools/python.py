@@ -1,8 +1,9 @@
 """Python interpreter in a sandbox, as a tool.
 
 Programs run in separate processes without network, secrets, or access to the machine's files (`fuligo.sandbox.interpreter`). One helper
-process, which has imported the modules, serves all episodes of a run. Episodes in separate processes share it if it was started before
-them (by `check_sandbox` in the environment's settings). Each session, for one call or one episode, is a fork of the helper process.
+process, which has imported the `modules` of the settings, serves all episodes of a process. Episodes in separate processes share it if it
+was started before them (by `check_sandbox` in the environment's settings). Each session, for one call or one episode, is a fork of the
+helper process.
 """
 
 import asyncio
@@ -78,7 +79,10 @@ class PythonResult(BaseModel):
 
 
 class Interpreters:
-    """Helper process that serves all sessions with the same `PythonSettings`, in this process and its forks, until all have ended."""
+    """Helper process that serves all sessions with the same `PythonSettings` in this process and its forks.
+
+    It ends with the last of these processes.
+    """
 
     def __init__(self, settings: PythonSettings) -> None:
         self.settings = settings
@@ -87,7 +91,7 @@ class Interpreters:
         self._owner = os.getpid()
 
     def start(self) -> None:
-        """Start the helper process unless it runs, and wait until it has imported the modules.
+        """Start the helper process unless it is running, and wait until it has imported the modules.
 
         Raises ConfigError if a module cannot be imported, and RolloutError if the process does not start.
         """
@@ -174,7 +178,8 @@ class PythonSession:
     async def run(self, code: str) -> PythonResult:
         """Run a program and return its outcome. If the call is canceled, the session ends.
 
-        Raises RolloutError if no sandbox can be built on this machine, or it was lost, and ConfigError if a module cannot be imported.
+        Raises RolloutError if no sandbox can be built on this machine, or the sandbox ends or does not answer in time, and ConfigError if a
+        module cannot be imported.
         """
         try:
             report = await self._ask(code)

@@ -1,6 +1,6 @@
 """Search over local documents by BM25, as a tool.
 
-bm25s computes and stores the index: sparse matrices of numpy, which are read through a memory map, so that processes share them.
+bm25s computes and stores the index: sparse matrices in numpy arrays, which are read through a memory map, so that processes share them.
 (rank-bm25 scores every document in a Python loop and stores nothing.)
 """
 

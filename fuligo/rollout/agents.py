@@ -47,7 +47,8 @@ class AgentGenerate:
     """`GenerateFn` and `Interruptible` that runs the agent once per sample.
 
     A conversation that the agent rewrites becomes several samples of one index. When generation is aborted, the agent waits at its next
-    request and continues when the sample is continued; if it never is, the agent is canceled after --agent-timeout-s.
+    request and continues when the sample is continued. If `continues` is False, or the sample is not continued within --agent-timeout-s,
+    the agent is canceled.
     """
 
     agent: Hook

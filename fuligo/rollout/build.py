@@ -97,6 +97,7 @@ def build_sampling(
 
     Raises:
         HookError: a hook cannot be imported or does not fit
+        ConfigError, RolloutError: see `build_generators`
     """
     args, flags, concurrency = ArgsView(config), config.rollout, config.resolved_rollout_concurrency
     source, activity = _source(config, args, prompts), Activity()
@@ -138,7 +139,8 @@ def build_generators(
 ) -> Generators:
     """Build the GenerateFn of training and of evaluation.
 
-    Raises ConfigError if the chat template does not support an agent, and HookError if a hook cannot be imported or does not fit.
+    Raises ConfigError if the tokenizer or its chat template does not support an agent or environment, HookError if a hook cannot be
+    imported or does not fit, and what `environment_factory` raises.
     """
     if (agent := hook_of(config, "agent")) is not None:
         return _agents(config, agent, engine, tokenizer)
@@ -247,7 +249,9 @@ def build_evaluator(
 ) -> Evaluates | None:
     """Build the evaluator; return None if there are neither evaluation datasets nor an --eval-function-path.
 
-    `reward`, that of training, judges datasets that set none. Raises ConfigError, DataError or HookError if a dataset or hook is invalid.
+    `reward`, that of training, judges datasets without their own.
+
+    Raises ConfigError, DataError or HookError if a dataset or hook is invalid.
     """
     specs = eval_set_specs(config)
     hook = hook_of(config, "eval_function_path")

@@ -19,7 +19,7 @@ from fuligo.types import SampleGroup, SampleStatus
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """Trainer's request for rollout `step`; the weights of `version`, which the engines had at the request, train on it."""
+    """Trainer's request for rollout `step`; the weights of `version`, which the engines had at the request, are trained on it."""
 
     step: int
     version: int
@@ -29,8 +29,8 @@ class Request:
 class Admission:
     """Limit on the groups that may have begun, so that none is too stale when it is trained on.
 
-    Groups are trained on in the order in which they began, `batch_size` per rollout, and the version of the weights rises after every
-    `update_interval` rollouts. A group may therefore begin at version v only if its place in the queue belongs to a rollout that is
+    It assumes that groups are trained on in the order in which they began, `batch_size` per rollout; the version of the weights rises after
+    every `update_interval` rollouts. A group may therefore begin at version v only if its place in the queue belongs to a rollout that is
     trained on at version v + K or earlier. With an update after every rollout this is the rule of AReaL (arXiv:2505.24298,
     staleness-aware training): number of groups begun <= (version + K + 1) * batch size.
     """
@@ -57,8 +57,8 @@ class ContinuousRunner:
     """Runner of the rollouts of `--async-mode full`. Implements `RolloutMethod`.
 
     A weight sync interrupts generation, which continues with the new weights. No group is handed out with a token that is more than
-    `--max-staleness` versions older than the weights that train on it. `Admission` makes such groups rare; they are dropped, and their
-    prompts are drawn again.
+    `--max-staleness` versions older than the weights that are trained on it. `Admission` makes such groups rare; they are dropped, and
+    their prompts are drawn again.
 
     Args:
         parts: see `RunnerParts`; `parts.source` takes back the prompts of stale groups and does not buffer groups
@@ -94,7 +94,8 @@ class ContinuousRunner:
     async def rollout(self, step: int) -> Rollout:
         """Wait for enough groups and return those that began first.
 
-        Raises RolloutError if nearly every group is dropped or fails, possibly during the training of an earlier rollout.
+        Raises RolloutError if nearly every group is dropped or fails, or no prompts are left, possibly during the training of an earlier
+        rollout.
         """
         self._next_step, self._request = step, Request(step, self._parts.policy_version())
         stale = [self._queue[index] for index in sorted(self._queue) if self._is_stale(self._queue[index])]

@@ -41,7 +41,7 @@ class CustomSource:
     _next_group_index: int = field(default=0, init=False)
 
     def draw(self, num_groups: int, step: int, policy_version: int) -> Draw:
-        """Draw groups from the data source. Raises RolloutError if `get_samples` raised, or did not return at most so many groups."""
+        """Draw groups from the data source. Raises RolloutError if `get_samples` raised, or returned too many or malformed groups."""
         drawn = self._call(self.hook.get_samples, num_groups)
         if not is_group_list(drawn) or len(drawn) > num_groups:
             raise RolloutError(

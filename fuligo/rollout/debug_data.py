@@ -32,7 +32,7 @@ PLAIN_FIELDS = ("index", "group_index", "status", "finish_reason", "error", "jud
 
 
 def encode_groups(groups: list[SampleGroup]) -> bytes:
-    """Encode groups as a parquet file in memory. Raises RolloutError if a sample's metadata, label or reward is not JSON data."""
+    """Encode groups as a parquet file in memory. Raises RolloutError if one of a sample's `JSON_FIELDS` is not JSON data."""
     return _to_bytes(_table(groups, {"format": FORMAT}))
 
 
@@ -42,7 +42,10 @@ def decode_groups(data: bytes) -> list[SampleGroup]:
 
 
 def save_rollout(template: str, rollout: Rollout) -> Path:
-    """Write a rollout with its state to the path `template`, with `{rollout_id}` replaced by the step, and return the path."""
+    """Write a rollout with its state to the path `template`, with `{rollout_id}` replaced by the step, and return the path.
+
+    Raises RolloutError like `encode_groups`, and FuligoError if the file cannot be written.
+    """
     path = Path(template.replace("{rollout_id}", str(rollout.step)))
     state = rollout.state
     meta = {

@@ -33,7 +33,8 @@ async def call_within(
 ) -> T:
     """Await a call of the environment for at most `timeout_s` (--turn-timeout-s). A call that ignores its cancellation is abandoned.
 
-    `canceled` holds canceled calls to the end. Raises EpisodeError if the call raised or timed out, CallInterruptedError if interrupted.
+    A canceled call stays in the set `canceled` until it has ended. Raises EpisodeError if the call raised or timed out, and
+    CallInterruptedError if `interrupted` was done first.
     """
     task = _started(_outcome(call, name))
     if not task.done():
@@ -87,7 +88,7 @@ def _cancel(task: asyncio.Task[Any], canceled: set[asyncio.Task[Any]] | None) ->
 async def abandon(canceled: Collection[asyncio.Task[Any]], what: str, flag: str) -> None:
     """Wait for canceled tasks to end; abandon those that do not end in time, and log a warning with their number.
 
-    `what` names a task in the singular, and `flag` the flag that gives its code.
+    `what` names a task in the singular, and `flag` is the flag that names the user's code.
     """
     if not canceled:
         return

@@ -224,7 +224,7 @@ class _Run:
         return sample.status is not SampleStatus.ABORTED and sample.response_length > episode.turn_start
 
     async def _step(self, turn: AssistantTurn) -> tuple[float, Step]:
-        """Call the environment's `step` and check its answer; return the call's time on the monotonic clock [s], and the step."""
+        """Call the environment's `step` and check its answer; return the call's start on the monotonic clock [s], and the step."""
         start_s, wall_s = time.monotonic(), time.time()
         step = await self._within(self.environment.step(turn), "step")
         self.sample.spans.append(Span("environment", wall_s, time.time(), first_token=self.sample.response_length))

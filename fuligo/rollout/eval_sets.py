@@ -92,7 +92,7 @@ class EvalSetSpec(FlagGroup):
 
 
 def eval_set_specs(config: Config) -> list[EvalSetSpec]:
-    """Read the settings of all datasets. Raises ConfigError if they cannot be read, are malformed, or name a dataset twice."""
+    """Read the settings of all datasets. Raises ConfigError if they cannot be read or are invalid, or name a dataset twice."""
     specs = [EvalSetSpec(name=name, path=[path]) for name, path in config.eval_data_sets.items()]
     if config.eval.eval_config is not None:
         specs += _read(Path(config.eval.eval_config))

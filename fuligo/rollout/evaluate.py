@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, several samples each. It does not change the counters and order of the training data."""
+"""Evaluation on held-out prompts, several samples each. It changes neither the counters nor the order of the training data."""
 
 import asyncio
 import logging
@@ -86,7 +86,7 @@ class Evaluator:
             await close()
 
     async def evaluate(self, rollout_id: int = 0) -> Evaluation:
-        """Sample and judge every set, always with the same prompts and seeds. Raises RolloutError if every sample of a set failed."""
+        """Sample and judge every set, always with the same prompts and seeds. Raises RolloutError if no sample of a set has a reward."""
         turns = Turns(self.concurrency)
         if self.aligned:
             groups = [await self._sample(eval_set, turns) for eval_set in self.sets]

@@ -48,7 +48,8 @@ def reward_std(samples: list[Sample], reward_key: str | None) -> float:
 def group_filter(hook: Hook, args: Any) -> GroupFilter:
     """Adapt `--dynamic-sampling-filter-path`: `f(args, samples, **kwargs) -> bool | (keep, reason)`.
 
-    Anything that `bool()` accepts is a verdict (a 0-d tensor, for instance). The default reason for a drop is the function's name.
+    Anything that `bool()` accepts, except None, is a verdict (a 0-d tensor, for instance). The default reason for a drop is the function's
+    name.
     """
     name = getattr(hook, "__name__", type(hook).__name__)
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.1
 """Seconds between aborts; each one catches requests that had not reached the engine at the previous one."""
 ABORT_DEADLINE_S = 60.0
-"""Seconds after which groups that ignore the abort are canceled; they continue later from the tokens that they had before this rollout."""
+"""Seconds after which groups that ignore the abort are canceled; they continue later without the tokens of the request in flight."""
 
 
 @dataclass(eq=False)

@@ -20,9 +20,9 @@ def prompt_scores(
 ) -> dict[str, float]:
     """Return `mean@n` and `pass@k` of the judged samples of each prompt; empty without prompts.
 
-    mean@n is the mean reward over a prompt's samples, then over prompts. A sample passes if its reward is at least 1; the value of
-    `pass_key` counts instead where a dict reward has it. pass@k is reported for k = 1, 2, 4, ... and n, over the prompts that have k
-    samples. Samples split from one response count once.
+    mean@n is the mean reward over a prompt's samples, then over prompts. A sample passes if its reward, without those of --extra-rm-path,
+    is at least 1; the value of `pass_key` counts instead where a dict reward has it. pass@k is reported for k = 1, 2, 4, ... and n, over
+    the prompts that have at least k samples. Samples split from one response count once.
     """
     prompts = [kept for samples in prompts if (kept := [sample for sample in samples if has_scalar(sample, reward_key)])]
     if not prompts:

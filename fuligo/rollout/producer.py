@@ -122,7 +122,7 @@ class PacedRollouts:
     before_sync: Callable[[], None] = lambda: None
     """Function to call when the weights are about to change."""
     policy_version: Callable[[], int] | None = None
-    """Version of the weights that train on the rollout, for staleness metrics; None if nothing is sampled."""
+    """Version of the weights that are trained on the rollout, for staleness metrics; None if nothing is sampled."""
     end_early: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that ends the iteration and cancels the rollout that the loop waits for, also in `settle`."""
     _ahead: asyncio.Future[Rollout] | None = field(default=None, init=False)

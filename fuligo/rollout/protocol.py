@@ -24,7 +24,7 @@ class RolloutMethod(Protocol):
 
 
 class GenerateFn(Protocol):
-    """Function that turns a pending sample into a finished (or aborted, or failed) one. Rollout code knows engines only through this.
+    """Function that turns a pending sample into a finished (or aborted, or failed) one. Rollout code samples only through this.
 
     It may return several samples (a conversation cut into pieces), which keep the `index`. Samples are changed in place. Tokens
     generated before an abort are kept and continued.

@@ -51,7 +51,7 @@ class RunnerParts:
     policy_version: Callable[[], int] = lambda: 0
 
     def finish(self, step: int, version: int, groups: list[SampleGroup]) -> None:
-        """Call the hooks that see a whole rollout: kept and dropped groups, requested when the weights had this version."""
+        """Call the hooks that see all groups of a rollout. `version` is that of the weights when the rollout was requested."""
         if self.sample_filter is not None:
             self.sample_filter([group for group in groups if group.kept])
         if self.all_samples is not None:

@@ -73,7 +73,7 @@ class Sampler:
     """Wrapper of a GenerateFn that adds the limit on concurrency, a timeout, the seed and validation."""
 
     generate: GenerateFn
-    """Default (`generate.SingleTurn`) or user's function."""
+    """Default (`generate.SingleTurn`), or the one for an environment, an agent or a user's function."""
     _: KW_ONLY
     seed: int
     stream: str

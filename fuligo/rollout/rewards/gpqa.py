@@ -1,7 +1,7 @@
 r"""Reward for multiple choice, as in GPQA (Rein et al. 2023, arXiv:2311.12022): compares the chosen letter with the correct one.
 
-Rows have slime's format (`slime/rollout/rm_hub/gpqa.py`): a label, and the metadata `choices`, `valid_letters` and `correct_letter`,
-each of them optional.
+Rows have slime's format (`slime/rollout/rm_hub/gpqa.py`): a label, and the metadata `choices`, `valid_letters` and `correct_letter`.
+Each is optional, but the label or `correct_letter` must be given.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class ExtraReward:
 class RewardRunner:
     """Implementation of `RewardFn`; groups may be judged concurrently.
 
-    Samples that are unfinished, failed, or already have a reward (from a custom generation function) are not judged. An existing reward
-    must be a finite number like any other.
+    Samples that are unfinished, failed, or already have a reward (from an environment, an agent or a custom generate function) are not
+    judged. An existing reward is checked like any other, and extra rewards are added to it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RewardRunner:
         """Check the flags and prepare the services; nothing starts before the first sample.
 
         `custom` is the function of `--custom-rm-path`. With `optional`, samples without a reward type get the reward 0, because they are
-        trained on a teacher's log-probabilities (--use-opd). Raises ConfigError if the flags contradict each other.
+        trained on a teacher's log-probabilities (--use-opd). Raises ConfigError like `check_reward`.
         """
         if custom is None:
             check_reward(flags)

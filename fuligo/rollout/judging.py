@@ -24,7 +24,8 @@ STALE = "stale"
 """Contains a token older than --max-staleness allows."""
 
 NO_ROOM = (
-    "the prompt fills --rollout-max-context-len and leaves no room for a token; raise it, or limit prompts with --rollout-max-prompt-len"
+    "the prompt fills --rollout-max-context-len and leaves no room for a token; raise --rollout-max-context-len, or limit prompts with "
+    "--rollout-max-prompt-len"
 )
 _REQUEST_ID = re.compile(r"request \S+: ")
 """Part of an error that differs between requests with the same cause."""

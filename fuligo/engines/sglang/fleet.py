@@ -219,7 +219,7 @@ class Fleet:
     async def _enlist(self, engine: FleetEngine) -> bool:
         """Add the engine to the router; return False if either is lost and is being restarted.
 
-        Raises EngineError if the router refuses an engine that is alive.
+        Raises EngineError if the router refuses an engine that is alive, that this task is restarting, or that must not be restarted.
         """
         try:
             await _add(self.router, engine.server.settings)

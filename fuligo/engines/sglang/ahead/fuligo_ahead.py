@@ -70,9 +70,9 @@ class _Process:
             self.pid = util.spawnv_passfds(executable, command, [theirs.fileno()])
 
     def hand_over(self, descriptors: Sequence[int]) -> None:
-        """Send this process's environment and the descriptors; the last are the resource tracker's and the pipe with the pickled process.
+        """Send this process's environment and the descriptors. Raises OSError if the process has ended.
 
-        Raises OSError if the process has ended.
+        The last two descriptors are the resource tracker's and that of the pipe with the pickled process.
         """
         message = {"environment": dict(os.environ), "executable": os.fsdecode(spawn.get_executable()), "descriptors": list(descriptors)}
         data = json.dumps(message).encode()
@@ -126,7 +126,7 @@ class _Popen(popen_spawn_posix.Popen):
                         moved.callback(os.close, descriptor)
                     tracker = resource_tracker.getfd()
                     assert tracker is not None, "getfd starts the tracker"
-                    # Not before: Python waits at its exit until all processes that have the tracker's descriptor have ended.
+                    # The tracker's is not handed over earlier: at its exit, Python waits until all processes that have it have ended.
                     for descriptor in (ended, tracker, child_reads):
                         self.duplicate_for_child(descriptor)
                     process.hand_over(self._fds)
@@ -203,7 +203,7 @@ def wait(sock: int, parent_pid: int, module: str) -> None:
 
 
 def _reason_to_start_anew(before: Mapping[str, str], now: Mapping[str, str], read: set[str]) -> str | None:
-    """Return why the imports may have had another result with the environment `now`; None if they had the same."""
+    """Return why the imports might have had another result in the environment `now`; None if they would have had the same."""
     changed = {name for name in before.keys() | now.keys() if now.get(name) not in (before.get(name), os.environ.get(name))}
     if not before.get("LD_PRELOAD") and not now.get("LD_PRELOAD"):  # torch_memory_saver, which SGLang uses, may leave it empty or unset
         changed.discard("LD_PRELOAD")

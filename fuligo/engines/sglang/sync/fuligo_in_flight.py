@@ -4,8 +4,8 @@ SGLang's pause `in_place` keeps all requests with their KV cache, but four thing
 
 - The step in flight may still read the weights. The pause here ends after it.
 - SGLang labels an answer with the version at its end. Here, every token gets the version of the weights that sampled it.
-- Entries of the prefix cache must not be reused after the update, also not those that older requests add later. Flushing the cache needs an
-  engine without requests; here, requests that start after the update have cache entries of their own. The old ones are evicted as usual.
+- Entries of the prefix cache must not be reused after the update, nor may those that older requests add later. Flushing the cache needs
+  an engine without requests; here, requests that start after the update have cache entries of their own. The old ones are evicted as usual.
 - SGLang's watchdog ends an engine that has requests but begins no step within `--sglang-watchdog-timeout`. Here, it waits during a pause.
 """
 
@@ -141,7 +141,7 @@ def process_batch_result(process: Callable[[Any, Any, Any], None], scheduler: An
 
 
 def flush_cache_after_weight_update(flush: Callable[[Any, Any], None], updater: Any, request: Any) -> None:
-    """Flush the cache after a weight sync if the engine has no requests; SGLang ends if it has some."""
+    """Flush the cache after a weight sync, unless the engine has kept requests: with requests, SGLang's flush would end the engine."""
     scheduler = updater.scheduler
     keeps_requests = scheduler._engine_paused  # a pause with mode `abort` does not reach the scheduler
     if request.weight_version is not None and (keeps_requests or _in_flight.version is not None):

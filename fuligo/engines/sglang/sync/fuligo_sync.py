@@ -24,7 +24,7 @@ from typing import Any
 import fuligo_in_flight
 
 LOAD_FORMAT = "fuligo_sync"
-"""`load_format` of a call that receives a stream; its only name is the stream's number."""
+"""`load_format` of a call that receives a stream; the call's only tensor name is the stream's number."""
 BUCKET_WITHIN = timedelta(seconds=300)
 """Longest wait for the next bucket."""
 REACHED_WITHIN_S = 10.0
@@ -34,7 +34,8 @@ ROOM_BYTES = 64 * 2**20
 PAUSE_POLL_S, NUM_POLLS = 0.01, 25
 """Seconds between checks of whether the requests that a pause aborted have ended, and their number until it aborts again."""
 LATENT = "_a_proj"
-"""Part of the names of small tensors that SGLang's latent attention keeps until the next layer; copies do not keep their bucket."""
+"""Part of the names of small tensors that SGLang's latent attention keeps until the next layer. They are copied, since a view would keep
+its bucket in memory."""
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 

@@ -85,13 +85,13 @@ class LaunchedEngines:
 
     group: EngineGroup
     policy: EngineFleet | None = None
-    """Supervisor of the engines; None if dead engines are not restarted."""
+    """Supervisor of the engines; None if no fleet supervises them."""
     others: Mapping[str, EngineFleet] = field(default_factory=dict)
     """Fleets of the other models, by name; their weights are never synced."""
     served: Mapping[str, ServedModel] = field(default_factory=dict)
     """Router of each model by the model's name, for hooks."""
     process: StartedProcess | None = None
-    """Process of engines that are not restarted; None if a fleet or another process watches the engines."""
+    """Process of engines that are not restarted; None if a fleet watches the engines, or this process did not start them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -271,7 +271,7 @@ class EngineBackend(Protocol):
         ...
 
     def weight_dtype(self, config: Config, device: Device) -> Precision | None:
-        """Return the dtype that the engines compute in, if flags set it; None: the dtype of `--hf-checkpoint`."""
+        """Return the dtype in which the engines receive weights; None: the dtype of `--hf-checkpoint`."""
         ...
 
     def claimed_ports(self, config: Config) -> list[int]:

@@ -190,7 +190,7 @@ class EngineClient:
         await self._call("/update_weights_from_distributed", body, within=self.deadlines.bucket, retries=0)
 
     async def receive_weight_stream(self, *, stream: int, group_name: str, version: int) -> None:
-        # Without the plugin's hook, SGLang refuses the data type; it would load nothing and answer that it succeeded if there were none.
+        # Without the plugin's hook, SGLang refuses this data type. Without any name, it would load nothing and report success.
         tensor = {"names": [str(stream)], "dtypes": ["fuligo_sync"], "shapes": [[]]}
         body = {**tensor, "group_name": group_name, "load_format": "fuligo_sync"}
         await self._call("/update_weights_from_distributed", body | self._of_bucket(version), within=UNLIMITED, retries=0)
@@ -209,9 +209,9 @@ class EngineClient:
         return await self._read("/v1/models", lambda answer: [str(model["id"]) for model in answer["data"]])
 
     async def _replace_adapters(self, old: Iterable[str], name: str, adapter: AdapterPayload) -> None:
-        """Load an adapter after unloading others: SGLang cannot replace one, and waits for requests that use it.
+        """Load an adapter after unloading the old ones: SGLang cannot replace one, and unloads one only after the requests that use it.
 
-        SGLang keys its KV cache by the load of an adapter: entries of an earlier load are not found, and are evicted.
+        Each load of an adapter has its own entries in SGLang's KV cache: those of an earlier load are no longer found, and are evicted.
         """
         for loaded in old:
             await self._call("/unload_lora_adapter", {"lora_name": loaded}, within=self.deadlines.bucket, retries=0)
@@ -287,8 +287,8 @@ class EngineClient:
     ) -> Any:
         """Make a control call, a GET if it has no body, and return its answer.
 
-        `within`: deadline; by default that of calls that the scheduler handles between two steps. Raises Overdue if no attempt ended in
-        time, and EngineError if the engine refused the call, or all attempts failed.
+        `within`: deadline; by default that of calls that the scheduler handles between two steps. Raises Overdue if no attempt
+        succeeded in time, and EngineError if the engine refused the call, or all attempts failed.
         """
         method = "GET" if body is None else "POST"
         retries = self.retries if retries is None else retries

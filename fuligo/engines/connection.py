@@ -30,7 +30,7 @@ class Deadline(NamedTuple):
 
 
 UNLIMITED = Deadline(math.inf)
-"""Deadline of calls whose caller limits the time of each step."""
+"""Deadline of calls that receive a stream of weights; their caller limits the time of each bucket."""
 
 
 class ControlDeadlines(NamedTuple):
@@ -131,7 +131,7 @@ class Connection:
     async def retried(self, what: str, attempt: Callable[[], Awaitable[T]], retries: int, within: Deadline) -> T:
         """Return the result of `attempt`, which is repeated up to `retries` times after a `Retryable`.
 
-        `what`: name of the call in errors. Raises Overdue if no attempt ended in time, and EngineError if all attempts failed.
+        `what`: name of the call in errors. Raises Overdue if no attempt succeeded in time, and EngineError if all attempts failed.
         """
         cause: Retryable | None = None
         try:

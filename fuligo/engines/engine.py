@@ -129,7 +129,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def release_memory(self, tag: MemoryTag | None = None) -> None:
-        """Free device memory of the idle engine: the KV cache, the weights (which are lost), or by default both."""
+        """Free device memory of the idle engine: the KV cache, the weights (lost unless the engine keeps a copy), or by default both."""
 
     async def resume_memory(self, tag: MemoryTag | None = None) -> None:
         """Allocate memory again after `release_memory`."""

@@ -113,7 +113,7 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None
     """Deadline in seconds over all attempts; None: the client's deadline."""
     routing: RoutingQuery | None
-    """Query for the tokens' experts. It makes the request bypass the router, which would drop the query. None: none."""
+    """Query for the tokens' experts. It makes the request bypass the router, which would drop the query. None: no query."""
     images: Sequence[PromptImage]
     """Images of the prompt, in the order of their tokens."""
 

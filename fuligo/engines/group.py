@@ -61,7 +61,7 @@ class EngineGroup:
     """Receives requests if given; otherwise the engines take turns."""
     _: KW_ONLY
     membership: Membership | None = None
-    """Supervisor of the engines; None if dead engines are not restarted."""
+    """Supervisor of the engines; None if nothing supervises them."""
     split: bool = False
     """True if prefill and decode are separate engines, which the router combines."""
     joining: list[InferenceEngine] = field(default_factory=list, init=False)
@@ -140,7 +140,7 @@ class EngineGroup:
         return (await self._call_next(lambda client: client.score(input_ids, num_given, rid=rid, timeout_s=timeout_s), timeout_s))[1]
 
     async def _call_next(self, call: Callable[[InferenceEngine], Awaitable[T]], timeout_s: float | None) -> tuple[int | None, T]:
-        """Call the router, or without one the engines in turn; retry a request that failed while an engine was lost.
+        """Call the router or, without one, the engine whose turn it is; retry a request that failed while an engine was lost.
 
         Returns:
             Number of the engine (None: the router), and the answer.

@@ -32,7 +32,7 @@ _LABEL = re.compile(r"\d+#[^/]+")
 
 @dataclass(slots=True)
 class RunRequests:
-    """State of one run's requests, shared by all clients of the run."""
+    """State of one run's requests, shared by the clients through which the run samples."""
 
     run: str
     """Name of the run; part of its adapter's name and of its requests' ids."""
@@ -86,6 +86,10 @@ class SharedEngineClient(EngineClient):
         """Do nothing: SGLang keys its cache by adapter and drops the entries with the adapter."""
 
     async def model_info(self) -> ModelInfo:
+        """Return the model and the version of the run's adapter, which later requests use.
+
+        Raises EngineError if the engine holds several adapters of the run.
+        """
         path = await self._read("/model_info", lambda answer: str(answer["model_path"]))
         labels = await self._labels()
         if len(labels) > 1:
@@ -112,7 +116,7 @@ class SharedEngineClient(EngineClient):
     async def _requested(
         self, rid: str, body: dict[str, Any], attempt: Callable[[dict[str, Any]], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """Send a request with retries. Each attempt waits while the run is paused, and uses the run's adapter of that time."""
+        """Send a request with retries. Each attempt waits while the run is paused, then uses the run's current adapter."""
         requests = self._requests
 
         async def with_adapter(body: dict[str, Any]) -> T:

@@ -26,7 +26,7 @@ SGLANG_INSTEAD = "serve it with SGLang (in a run, --rollout-backend sglang)"
 
 @dataclass(slots=True)
 class Segment:
-    """Tokens `start .. end` of a batch, which belong to rows of one pool."""
+    """Tokens `start` to `end - 1` of a batch, which belong to rows of one pool."""
 
     pool: KVPool
     start: int
@@ -49,7 +49,7 @@ class AttentionPlan:
 
     segments: list[Segment]
     cu_seqlens: list[int] | None
-    """[S + 1] starts of the sequences in a prefill; None in decode, with one token per row."""
+    """[S + 1] starts of the sequences in a prefill, then N; None in decode, with one token per row."""
     is_batch_invariant: bool = False
     """True to compute with `models.batch_invariant`; set by the model."""
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class AttentionPlan:
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, number: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the additive mask [n, 1, 1, longest] of a decode segment; None if every row sees all its keys."""
+        """Return the additive mask [n, 1, 1, longest] of a decode segment; None if every row sees all `longest` keys."""
         key = (number, window)
         if key not in self._masks:
             segment = self.segments[number]
@@ -94,15 +94,18 @@ def attend(
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of one layer, as `transformers` calls it.
+    """Compute the attention of one layer; transformers calls it with these arguments.
 
     Args:
         query: [1, H, N, D]
-        key, value: [1, Hkv, N, D]
+        key, value: [1, Hkv, N, D] and [1, Hkv, N, Dv]
         s_aux: [H] attention sinks
 
     Returns:
         [1, N, H, Dv] and no attention weights
+
+    Raises:
+        EngineError: an argument in `UNSUPPORTED` is given, or `attention_plan` is missing
     """
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:

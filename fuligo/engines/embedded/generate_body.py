@@ -22,7 +22,7 @@ from fuligo.models.vision.processor import TokenGrid, image_digest
 from fuligo.types import PromptImage
 
 PER_REQUEST = ("input_ids", "sampling_params", "rid")
-"""Fields that are lists in the batch form."""
+"""Fields that may be lists, with one entry per request, in the batch form."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("text", "input_embeds", "token_ids_logprob", "lora_path"), (None,)),
     **dict.fromkeys(("stream", "return_hidden_states", "return_routed_experts"), (None, False)),

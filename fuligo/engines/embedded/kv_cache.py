@@ -1,7 +1,8 @@
 """Keys, values and states of running requests, in dense pools, one per length class.
 
 A request owns one row of the pool whose capacity fits its length, and moves to the next class when it outgrows it. Rows of a pool are
-always `0 .. n-1`, so attention runs on views of the pools: nothing is gathered, and a short row is not padded to the longest.
+always `0 .. n-1`, so attention runs on views of the pools: nothing is gathered, and a short row is not padded to the longest of
+the batch.
 """
 
 from collections.abc import Iterator, Sequence

@@ -30,7 +30,7 @@ class EmbeddedEngineSettings:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     max_running_requests: int = 256
     max_total_tokens: int | None = None
-    """Capacity of the KV cache, in tokens; None: enough for the longest requests."""
+    """Capacity of the KV cache, in tokens; None: `max_running_requests` of full length, limited to a fraction of the free memory."""
     num_threads: int | None = None
     """CPU threads; None: one fewer than the CPU cores."""
     trust_remote_code: bool = False

@@ -46,8 +46,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest mean difference of log-probabilities, weighted by probability, that rounding explains between two attention implementations."""
 NOISE_FACTOR = 3.0
-"""If transformers' own two implementations differ by more, the engine may differ by this multiple of their difference. For SmolLM2-135M in
-bf16 they differ by 0.07, and by 0.5 on its reserved tokens."""
+"""The engine may also differ by this multiple of the difference between transformers' own two implementations. For SmolLM2-135M in bf16
+these differ by 0.07, and by 0.5 on its reserved tokens."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -177,7 +177,7 @@ class EngineModel:
         """Run a few tokens and return the shapes of what layers keep; compare the result with transformers' eager attention.
 
         A model whose attention does more than transformers' attention interface passes on (ALiBi, layers that share keys, recurrent layers)
-        would silently be served wrongly; here its results differ. Raises EngineError if they do.
+        would silently be served wrongly; here its results differ. Raises EngineError if they do, or if a layer bypasses the interface.
         """
         ids = 7919 * torch.arange(1, 17, device=self.device) % self.vocab_size  # spread out, since the first ids are often reserved
         plan = AttentionPlan([], [0, len(ids)])

@@ -25,7 +25,7 @@ _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "
 _OTHERS = {"model", "messages", "prompt", "tools", "n", "max_tokens", "max_completion_tokens", "stream", "stream_options", "user"}
 _OTHERS |= {"chat_template_kwargs", "ignore_eos"}
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "echo": False}
-"""Parameters that are accepted with this value, or null."""
+"""Parameters that are accepted only with this value, or null."""
 _MAX_CHOICES = 128
 
 

@@ -14,7 +14,7 @@ from fuligo.types import PromptImage
 class Request:
     """Request from its arrival to its answer. While it runs it owns one row of a KV pool.
 
-    Between steps a running request has `num_cached == num_tokens - 1`: the newest token is fed to the model in the next step.
+    Between steps, the row holds the keys and values of all tokens but the newest, which is fed to the model in the next step.
     """
 
     rid: str

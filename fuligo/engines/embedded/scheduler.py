@@ -102,7 +102,7 @@ def sample(
 MAX_PREFILL_TOKENS = 8192
 """Largest number of tokens in a packed prefill; a longer prompt is prefilled by itself."""
 MAX_SCORED_TOKENS = 1024
-"""Largest number of tokens in a packed scoring pass, which holds the logits of all of them."""
+"""Largest number of tokens in a packed scoring pass, which holds the logits of its scored tokens; a longer request is scored by itself."""
 
 
 @dataclass(slots=True)
@@ -155,7 +155,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Score and admit waiting requests, and sample one token for every running request; return the requests that have ended."""
+        """Score waiting requests, prefill those that fit, then decode one token of every running request; return those that have ended.
+
+        A prefill samples a token as well.
+        """
         taken = [entry for entry in self.waiting if entry[1].score_start is not None]
         if taken:
             self.waiting = [entry for entry in self.waiting if entry[1].score_start is None]
@@ -220,7 +223,7 @@ class Scheduler:
     def _admit(self) -> tuple[list[Request], list[Request]]:
         """Start waiting requests while there is room.
 
-        Return those that need a prefill, and those that copy the keys and values of their prompt from another, cached or prefilled first.
+        Return those that need a prefill, and those that copy their prompt's keys and values from a request that runs or is prefilled first.
         """
         fresh: list[Request] = []
         copies: list[Request] = []
@@ -359,7 +362,7 @@ class Scheduler:
 
 
 def packs(requests: Sequence[Request], max_tokens: int) -> Iterator[list[Request]]:
-    """Yield packs of requests with at most `max_tokens` tokens in all; a request that is longer is a pack by itself.
+    """Yield packs of requests, each pack with at most `max_tokens` tokens; a longer request is a pack by itself.
 
     Requests are ordered by length, and thus by pool, since sequences of equal length share an attention call.
     """

@@ -65,7 +65,8 @@ class AdapterSender:
         self._policy, self._sender, self._world, self._merges, self._named = policy, sender, world, merges, named
         self._copies = SharedCopies()
         self._with_base: frozenset[EngineAddress] = frozenset()
-        """Engines that have the base weights; complete on rank 0 only. A restarted engine has another address, so it is not included."""
+        """Engines that have the base weights; complete on rank 0 only. A restart changes `EngineAddress.start`, so a restarted engine is
+        not included."""
 
     def send(self, target: WeightTarget) -> WeightManifest | Undelivered | None:
         """Send the policy to all engines of `target`. A collective; results and errors are those of `WeightSender.send`."""

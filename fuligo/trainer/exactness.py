@@ -12,7 +12,7 @@ def require_exact(batch: TrainBatch, result: StepResult, version: int) -> None:
     """Compare trainer and engine: log-probabilities of trained tokens sampled with `version`, the weights before the first optimizer step.
 
     Tokens of older versions (--partial-rollout) are skipped, because they were sampled with other weights. Raises TrainerError, naming the
-    first such token, if a log-probability differs.
+    first token whose log-probabilities differ, if there is one.
     """
     differing: list[tuple[TrainSample, int, float]] = []
     num_compared = 0

@@ -50,7 +50,7 @@ class LossInputs:
     """[N] log-probabilities of the engine that sampled; None without an engine (SFT)."""
     old_logprobs: Tensor | None = None
     """[N] trainer's log-probabilities before the rollout's first optimizer step; None if they equal the current ones (one step per
-    rollout). Custom losses always get them."""
+    rollout) or are not used (--use-rollout-logprobs). A custom loss then gets the current or the engine's ones, respectively."""
     ref_logprobs: Tensor | None = None
     """[N] reference model's log-probabilities; None without a reference model."""
     teacher_logprobs: Tensor | None = None

@@ -99,7 +99,7 @@ def _rewards_by_turn(groups: list[SampleGroup]) -> dict[int, tuple[TurnReward, .
 
 
 def _require_routing(sample: Sample) -> None:
-    """Raise RolloutError if the experts of a token up to the last trained one are not recorded."""
+    """Raise RolloutError if the experts of a token before the last trained one are not recorded."""
     trained = np.flatnonzero(sample.loss_mask)
     num_needed = len(sample.prompt_ids) + int(trained[-1]) if len(trained) else 0
     num_known = 0 if sample.routed_experts is None else len(sample.routed_experts)

@@ -65,7 +65,10 @@ def loss_settings(config: Config) -> LossSettings:
 
 
 class BoundHook:
-    """Hook with `args` already bound. It is pickled as configuration and flag name, and each rank loads it again, from a file too."""
+    """Hook with `args` already bound.
+
+    It is pickled as configuration and flag name, and each rank loads it again; pickle could not import a hook from a file.
+    """
 
     def __init__(self, config: Config, flag_name: str, hook: Hook) -> None:
         self._config, self._flag_name, self._hook = config, flag_name, hook

@@ -89,7 +89,7 @@ def trained_positions(batch: TrainBatch, *, skips_zero_advantages: bool) -> list
 
 
 def skip_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return `train/num_skipped_steps` and `train/skipped_share` (of samples) if samples without advantages are skipped."""
+    """Return `train/num_skipped_steps` and `train/skipped_share` (of samples) if samples whose advantages are all 0 are skipped."""
     trained = trained_positions(batch, skips_zero_advantages=True)
     return {
         "train/num_skipped_steps": sum(not positions for positions in trained),

@@ -153,7 +153,7 @@ def start() -> None:
                 with _set(saver if module.endswith(".scheduler") else {}):
                     _ahead.append(_Process(module))
     except Exception as error:  # the engine starts without them, only later
-        _say(f"cannot start SGLang's processes ahead, SGLang starts them: {type(error).__name__}: {error}")
+        _say(f"cannot start SGLang's processes ahead: {type(error).__name__}: {error}; SGLang will start them itself")
     popen_spawn_posix.Popen = _Popen
 
 

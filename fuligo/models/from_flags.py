@@ -148,7 +148,8 @@ def _experts(given: PassThrough, family: str) -> dict[str, Any]:
         return values | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     if dense != list(range(len(dense))):
         raise ConfigError(
-            f"--moe-layer-freq has a dense layer after one with experts, but a {family} model has all dense layers first; reorder the list"
+            f"--moe-layer-freq has a dense layer after one with experts, but a {family} model has all dense layers first; give a list that "
+            f"begins with its zeros, such as [0]*1+[1]*{num_layers - 1}"
         )
     return values | {"first_k_dense_replace": len(dense), "mlp_layer_types": ["dense" if not each else "sparse" for each in pattern]}
 

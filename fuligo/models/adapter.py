@@ -230,7 +230,7 @@ def write_adapter_config(config: "LoraConfig", directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(str(directory))
     except OSError as error:
-        raise CheckpointError(f"cannot write {directory / ADAPTER_CONFIG}: {error}; free disk space, or use another directory") from error
+        raise CheckpointError(f"cannot write {directory / ADAPTER_CONFIG}: {error}") from error
 
 
 def stored_config(config: AdapterConfig, targets: PeftTargets, excluded: str | None = None) -> "LoraConfig":
@@ -263,7 +263,7 @@ def write_adapter_weights(tensors: Mapping[str, Tensor], directory: Path) -> Non
         with default_mode(file):
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {directory / ADAPTER_WEIGHTS}: {error}; free disk space, or use another directory") from error
+        raise CheckpointError(f"cannot write {directory / ADAPTER_WEIGHTS}: {error}") from error
 
 
 def read_adapter_weights(directory: Path) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def write_random_state(directory: Path, world: World, more: Mapping[str, Tensor]
         with default_mode(file):
             save_file(state, file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {file}: {error}; free disk space, or use another directory") from error
+        raise CheckpointError(f"cannot write {file}: {error}") from error
 
 
 def read_random_state(directory: Path, world: World) -> dict[str, Tensor]:

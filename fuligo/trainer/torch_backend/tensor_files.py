@@ -35,7 +35,7 @@ def write_tensors(directory: Path, named_tensors: Iterable[tuple[str, Tensor]], 
             with default_mode(directory / file):
                 save_file({name: tensor.contiguous() for name, tensor in bucket}, directory / file, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:  # SafetensorError also wraps disk errors
-            raise CheckpointError(f"cannot write {directory / file}: {error}; free disk space, or use another directory") from error
+            raise CheckpointError(f"cannot write {directory / file}: {error}") from error
         weight_map |= {name: file for name, _ in bucket}
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}

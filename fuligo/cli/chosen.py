@@ -22,7 +22,7 @@ from fuligo.planner.plan import Choice
 from fuligo.planner.subject import read_subject
 from fuligo.quantities import as_typed, count
 
-EMBEDDED = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
+SLOWER = "sampling with the embedded engine, which on a GPU is about 4 x slower than SGLang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def with_installed_engine(
     ]
     if missing:
         wanted = " ".join(f"{name}=={schema(group).version}" for name, group in (("sglang", "sglang"), ("sglang-router", "router")))
-        return config, [f"{EMBEDDED}; to use SGLang: {python} -m pip install {wanted}"]
+        return config, [f"{SLOWER}; to use SGLang: {python} -m pip install {wanted}"]
     return _with_sglang(config, num_gpus, gpu, "SGLang is installed", host_memory_bytes)
 
 
@@ -182,7 +182,7 @@ def _with_sglang(config: Config, num_gpus: int, gpu: str | None, reason: str, ho
         elif config.cluster.colocate is None:
             changes.append(Change(("cluster", "colocate"), True))
         else:
-            return config, [] if _has_chosen_engine(config) else [f"{EMBEDDED}; --no-colocate leaves no GPU for SGLang"]
+            return config, [] if _has_chosen_engine(config) else [f"{SLOWER}; --no-colocate leaves no GPU for SGLang"]
     changed = apply_changes(config, changes)
     if _breaks_rules(config, changed):
         return config, []

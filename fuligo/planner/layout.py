@@ -49,7 +49,7 @@ class Cut:
         return ([] if self.first is None else [self.first]) + middle + ([] if self.last is None else [self.last])
 
     def starts(self) -> list[int]:
-        """Return the first layer of every virtual stage, from 0, counting extra layers; empty if the layers cannot be split this way."""
+        """Return the first layer of every virtual stage, from 0, extra ones not counted; empty if the layers cannot be split this way."""
         counts = self.counts()
         if counts is None or any(number % self.vpp for number in counts):
             return []
